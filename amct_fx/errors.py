@@ -1,0 +1,110 @@
+"""The exceptions and the warning of amct_fx.
+
+Every error the package raises on purpose is an :class:`AmctError` and, at the same time, the
+built-in exception a caller would expect, so both of these work::
+
+    except amct_fx.AmctError: ...
+    except ValueError: ...
+
+Messages say where (file:line:column, or the layer), what is wrong, and what to write instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "AmctError",
+    "AmctWarning",
+    "CalibrationError",
+    "ConfigError",
+    "ConfigFileNotFoundError",
+    "ConfigTypeError",
+    "ConvertError",
+    "ModelError",
+    "ModelStateError",
+    "ModelTypeError",
+    "did_you_mean",
+]
+
+
+class AmctError(Exception):
+    """Base of every exception that amct_fx raises on purpose."""
+
+
+class AmctWarning(UserWarning):
+    """Category of every warning that amct_fx issues."""
+
+
+class ConfigError(AmctError, ValueError):
+    """A configuration that cannot be read, or does not fit the model.
+
+    Args:
+        message: What is wrong and what to write instead.
+        file: Path of the configuration file, or ``None`` when it came as text or objects.
+        line: 1-based line, when known.
+        column: 1-based column, when known.
+
+    Example:
+        >>> print(ConfigError("unknown field 'fixed_mn'", file="quant.cfg", line=3, column=5))
+        quant.cfg:3:5: unknown field 'fixed_mn'
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: str | None = None,
+        line: int | None = None,
+        column: int | None = None,
+    ) -> None:
+        self.message = message
+        self.file = file
+        self.line = line
+        self.column = column
+        place = ":".join(str(part) for part in (file or "<config>", line, column) if part)
+        super().__init__(f"{place}: {message}" if file or line else message)
+
+
+class ConfigTypeError(ConfigError, TypeError):
+    """A configuration value of the wrong Python type."""
+
+
+class ConfigFileNotFoundError(AmctError, FileNotFoundError):
+    """The configuration file does not exist."""
+
+
+class ModelError(AmctError, ValueError):
+    """The model cannot be compressed as asked: nothing to quantize, non-finite weights …"""
+
+
+class ModelTypeError(AmctError, TypeError):
+    """Something that is not a ``torch.nn.Module`` was given as the model."""
+
+
+class ModelStateError(AmctError, RuntimeError):
+    """The model is in the wrong state for the call: already prepared, wrapped, not prepared …"""
+
+
+class CalibrationError(AmctError, RuntimeError):
+    """Calibration data from which no range can be found, such as NaN or Inf."""
+
+
+class ConvertError(AmctError, RuntimeError):
+    """A prepared model that cannot become an integer model; names the layer."""
+
+
+def did_you_mean(word: str, choices: Iterable[str], *, count: int = 3) -> str:
+    """Return ``"; did you mean 'x' or 'y'?"`` for the closest choices, or ``""``.
+
+    Example:
+        >>> did_you_mean("fixed_mn", ["fixed_min", "dst_type"])
+        "; did you mean 'fixed_min'?"
+        >>> did_you_mean("zzz", ["fixed_min"])
+        ''
+    """
+    matches = difflib.get_close_matches(word, list(choices), n=count, cutoff=0.6)
+    if not matches:
+        return ""
+    return "; did you mean " + " or ".join(repr(match) for match in matches) + "?"
