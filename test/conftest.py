@@ -1,0 +1,17 @@
+"""What every test shares: a fixed seed, and hypothesis without a deadline."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+import torch
+
+# The first call of a torch operator can take a second; a deadline would only measure that.
+hypothesis.settings.register_profile("amct_fx", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("amct_fx")
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    """Start each test from the same random state."""
+    torch.manual_seed(0)
