@@ -1,0 +1,127 @@
+"""What can be quantized, and the reason when not.
+
+Source: spec/config.md section 5.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import nn
+
+from amct_fx.config import LayerFacts, ModelFacts
+from amct_fx.graph import Capture, layer_calls
+from amct_fx.nn.qat import qat_class_of
+
+__all__ = ["QUANTIZABLE_CLASSES", "is_layer", "model_facts"]
+
+QUANTIZABLE_CLASSES: tuple[type[nn.Module], ...] = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.Linear,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.LSTM,
+    nn.GRU,
+)
+"""Layer types that a configuration may name; exactly these classes, no subclasses."""
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Say whether ``module`` is of a type that a configuration may name.
+
+    Example:
+        >>> is_layer(nn.Linear(2, 2)), is_layer(nn.ReLU())
+        (True, False)
+    """
+    return type(module) in QUANTIZABLE_CLASSES
+
+
+def model_facts(model: nn.Module, captured: Capture) -> ModelFacts:
+    """Describe the layers of ``model`` for the configuration.
+
+    Args:
+        model: The traced model.
+        captured: What tracing found; decides which layers are called, and how often.
+
+    Returns:
+        Every layer of a quantizable type in ``named_modules()`` order, with the reason when it must
+        stay float.
+    """
+    calls = _call_counts(model, captured)
+    owners = Counter(
+        id(module.weight) for module in model.modules() if is_layer(module) and _has_weight(module)
+    )
+    layers = tuple(
+        _layer_facts(name, module, calls.get(module, 0), owners)
+        for name, module in model.named_modules()
+        if is_layer(module)
+    )
+    modules = {name: type(module).__name__ for name, module in model.named_modules()}
+    return ModelFacts(layers=layers, modules=modules)
+
+
+def _has_weight(module: nn.Module) -> bool:
+    return not isinstance(module, nn.RNNBase)
+
+
+def _call_counts(model: nn.Module, captured: Capture) -> Counter[nn.Module]:
+    """Count the calls of each layer; an island calls each of its own layers, as far as we know, once."""
+    counts: Counter[nn.Module] = Counter()
+    for region in captured.regions:
+        for module, nodes in layer_calls(region.graph, region.module).items():
+            counts[module] += len(nodes)
+    for name in captured.island_leaves:
+        counts[model.get_submodule(name)] += 1
+    return counts
+
+
+def _layer_facts(name: str, module: nn.Module, calls: int, owners: Counter[int]) -> LayerFacts:
+    reason = _own_reason(module) or _use_reason(module, calls, owners)
+    layer_type = type(module).__name__
+    if isinstance(module, nn.RNNBase):
+        sizes = (module.input_size, module.hidden_size)
+        return LayerFacts(name=name, layer_type=layer_type, packing_sizes=sizes, reason=reason)
+    if isinstance(module, nn.Linear):
+        sizes = (module.in_features,)
+        return LayerFacts(name=name, layer_type=layer_type, packing_sizes=sizes, reason=reason)
+    channels, groups = _channels_and_groups(module)
+    return LayerFacts(
+        name=name,
+        layer_type=layer_type,
+        groups=groups,
+        in_channels=channels,
+        packing_sizes=(channels,),
+        reason=reason,
+    )
+
+
+def _channels_and_groups(module: nn.Module) -> tuple[int, int]:
+    channels, groups = module.in_channels, module.groups
+    if not isinstance(channels, int) or not isinstance(groups, int):
+        raise AssertionError(module)
+    return channels, groups
+
+
+def _own_reason(module: nn.Module) -> str | None:
+    """Give the reason that lies in the layer itself."""
+    mode = getattr(module, "padding_mode", "zeros")
+    if mode != "zeros":
+        return f"padding_mode={mode!r}: only zero padding equals the zero point of the input"
+    if isinstance(module, nn.Conv3d) and module.dilation[0] != 1:
+        return f"dilation {module.dilation[0]} along depth is not supported"
+    if qat_class_of(type(module)) is None:
+        return f"this version trains no quantized {type(module).__name__}"
+    return None
+
+
+def _use_reason(module: nn.Module, calls: int, owners: Counter[int]) -> str | None:
+    """Give the reason that lies in how the model uses the layer."""
+    if _has_weight(module) and owners[id(module.weight)] > 1:
+        return "its weight is shared with another layer"
+    if calls == 0:
+        return "it is never called in the traced forward"
+    if calls > 1:
+        return f"it is called {calls} times in one forward (reused)"
+    return None

@@ -1,0 +1,116 @@
+"""Checks of the model before anything is changed. Each raises one error that says what to do."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.ao.quantization import FakeQuantizeBase
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from amct_fx.config import CompressionConfig
+from amct_fx.errors import AmctWarning, ConfigError, ModelError, ModelStateError, ModelTypeError
+from amct_fx.nn.qat import QATLayer
+from amct_fx.nn.quantized import QuantizedLayer
+
+__all__ = ["check_finite_weights", "check_float_model", "check_prepared_model", "check_supported"]
+
+
+def check_float_model(model: object) -> None:
+    """Refuse what prepare cannot take: no module, prepared, converted, wrapped.
+
+    Raises:
+        ModelTypeError: ``model`` is no ``nn.Module``.
+        ModelStateError: It is prepared, converted, compiled, scripted, or wrapped for data parallelism.
+    """
+    module = _as_module(model)
+    for name, part in module.named_modules():
+        where = f"layer {name!r}" if name else "the model"
+        if isinstance(part, (QATLayer, FakeQuantizeBase)):
+            message = f"{where} is already prepared; give prepare_qat_amct the float model"
+            raise ModelStateError(message)
+        if isinstance(part, QuantizedLayer):
+            message = f"{where} is already converted; give prepare_qat_amct the float model"
+            raise ModelStateError(message)
+        _refuse_wrapper(part, where)
+
+
+def check_prepared_model(model: object) -> None:
+    """Refuse what convert cannot take.
+
+    Raises:
+        ModelTypeError: ``model`` is no ``nn.Module``.
+        ModelStateError: It is not prepared, already converted, or wrapped.
+    """
+    module = _as_module(model)
+    parts = list(module.modules())
+    for part in parts:
+        _refuse_wrapper(part, "the model", advice="convert the module inside")
+    if any(isinstance(part, QATLayer) for part in parts):
+        return
+    done = any(isinstance(part, QuantizedLayer) for part in parts)
+    message = (
+        "the model is already converted"
+        if done
+        else "the model is not prepared; call prepare_qat_amct(model, cfg) and train it first"
+    )
+    raise ModelStateError(message)
+
+
+def check_finite_weights(model: nn.Module, names: Iterable[str]) -> None:
+    """Refuse layers whose parameters hold NaN or Inf.
+
+    Raises:
+        ModelError: Names the first such parameter.
+    """
+    for name in names:
+        for key, parameter in model.get_submodule(name).named_parameters():
+            if not bool(torch.isfinite(parameter).all()):
+                message = (
+                    f"{name}.{key} holds NaN or Inf; load a sound checkpoint before prepare_qat_amct"
+                )
+                raise ModelError(message)
+
+
+def check_supported(config: CompressionConfig) -> None:
+    """Refuse what the file asks for and this version cannot do; nothing is ignored silently.
+
+    Raises:
+        ConfigError: The configuration asks for pruning.
+    """
+    overrides = (*config.layer_overrides, *config.type_overrides)
+    if config.prune is not None or any(entry.prune is not None for entry in overrides):
+        message = (
+            "the configuration asks for pruning, which this version cannot do yet; "
+            "remove its prune_config blocks"
+        )
+        raise ConfigError(message)
+    if config.fakequant_precision_mode is not None:
+        message = "fakequant_precision_mode has no effect in this version"
+        warnings.warn(message, AmctWarning, stacklevel=3)
+
+
+def _as_module(model: object) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    message = f"the model must be a torch.nn.Module, not {type(model).__name__}"
+    raise ModelTypeError(message)
+
+
+def _refuse_wrapper(
+    part: nn.Module, where: str, *, advice: str = "prepare first, then wrap"
+) -> None:
+    if isinstance(part, DistributedDataParallel):
+        how = f"{advice}: pass model.module, then DistributedDataParallel(prepared)"
+    elif isinstance(part, DataParallel):
+        how = f"{advice}: pass model.module"
+    elif hasattr(part, "_orig_mod"):
+        how = f"{advice}: pass model._orig_mod, then torch.compile(prepared)"
+    elif isinstance(part, torch.jit.ScriptModule):
+        how = "pass the Python module it was scripted or traced from"
+    else:
+        return
+    message = f"{where} is wrapped in {type(part).__name__}; {how}"
+    raise ModelStateError(message)

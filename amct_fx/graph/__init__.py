@@ -1,0 +1,31 @@
+"""Graphs of models: tracing with islands, facts, and modules that run a graph."""
+
+from amct_fx.graph.facts import (
+    FixedMinRule,
+    batch_norm_after,
+    is_nonnegative_input,
+    layer_calls,
+    layer_input,
+    module_of,
+    tensor_version,
+)
+from amct_fx.graph.region import GraphForward, fx_graph_of, install_graph, regions
+from amct_fx.graph.tracer import Capture, Island, Region, capture
+
+__all__ = [
+    "Capture",
+    "FixedMinRule",
+    "GraphForward",
+    "Island",
+    "Region",
+    "batch_norm_after",
+    "capture",
+    "fx_graph_of",
+    "install_graph",
+    "is_nonnegative_input",
+    "layer_calls",
+    "layer_input",
+    "module_of",
+    "regions",
+    "tensor_version",
+]

@@ -1,0 +1,109 @@
+"""A module that runs a traced graph while staying what it was.
+
+``fx.GraphModule`` replaces the user's module: its class, methods and attributes are gone, sub-module
+containers become bare ``nn.Module`` objects, and its ``.graph`` attribute makes the TorchScript ONNX
+exporter refuse dynamic axes. Here the module object stays; only its class becomes a subclass of the
+user's whose ``forward`` is the code generated from the graph. So ``isinstance``, custom methods,
+hooks, ``state_dict`` keys, ``train()``/``eval()`` on parts and both exporters keep working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from amct_fx.graph.serialize import GraphRecord, graph_from_record, graph_to_record
+
+__all__ = ["GraphForward", "fx_graph_of", "install_graph", "regions"]
+
+
+class GraphForward(nn.Module):
+    """Mixin of every module whose ``forward`` was generated from an fx graph."""
+
+    _fx_graph: fx.Graph
+    _original_class: type[nn.Module]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Copy and pickle through the user's class: the generated class has no importable name."""
+        state = {key: value for key, value in self.__dict__.items() if key != "_fx_graph"}
+        del state["_original_class"]
+        record = graph_to_record(self._fx_graph)
+        return _rebuild, (self._original_class, record), state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the attributes, then compile the graph, whose modules exist only now."""
+        record: GraphRecord = self.__dict__.pop("_graph_record")
+        super().__setstate__(state)
+        install_graph(self, graph_from_record(record))
+
+
+def install_graph(module: nn.Module, graph: fx.Graph) -> None:
+    """Make ``module`` run ``graph``; its class becomes a subclass of what it was.
+
+    May be called again on the same module after the graph was changed.
+
+    Args:
+        module: Owner of every module, parameter and buffer that the graph names.
+        graph: The graph to run; checked with ``graph.lint()``.
+    """
+    original = module._original_class if isinstance(module, GraphForward) else type(module)
+    graph.lint()
+    generated = fx.GraphModule(_without_graph(module), graph)
+    module.__class__ = _graph_class(original, type(generated).forward)
+    module.__dict__["_original_class"] = original
+    module.__dict__["_fx_graph"] = generated.graph
+    generated.graph.owning_module = None
+
+
+def fx_graph_of(module: nn.Module) -> fx.Graph:
+    """Return the graph that ``module`` runs.
+
+    Args:
+        module: A prepared or converted model, or a traced part of one.
+
+    Raises:
+        TypeError: If ``module`` runs its own Python code.
+    """
+    if not isinstance(module, GraphForward):
+        message = f"{type(module).__name__} runs its own forward, not a traced graph"
+        raise TypeError(message)
+    return module._fx_graph
+
+
+def regions(model: nn.Module) -> Iterator[tuple[str, GraphForward]]:
+    """Yield ``(name, module)`` of every traced part of ``model``, ``""`` being the model itself."""
+    for name, module in model.named_modules():
+        if isinstance(module, GraphForward):
+            yield name, module
+
+
+def _graph_class(original: type[nn.Module], forward: Any) -> type[nn.Module]:
+    namespace = {
+        "forward": forward,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+    }
+    return type(original.__name__, (GraphForward, original), namespace)
+
+
+def _without_graph(module: nn.Module) -> nn.Module:
+    """Return a bare module with the children and tensors of ``module``, for code generation."""
+    bare = nn.Module()
+    for table in ("_parameters", "_buffers", "_modules"):
+        bare.__dict__[table] = dict(module.__dict__[table])
+    for key, value in module.__dict__.items():
+        if key not in bare.__dict__ and isinstance(value, torch.Tensor):
+            bare.__dict__[key] = value
+    return bare
+
+
+def _rebuild(original: type[nn.Module], record: GraphRecord) -> nn.Module:
+    module = original.__new__(original)
+    module.__dict__["_graph_record"] = record
+    module.__class__ = _graph_class(original, original.forward)
+    module.__dict__["_original_class"] = original
+    return module

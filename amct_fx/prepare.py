@@ -1,0 +1,203 @@
+"""The verb ``prepare``: a float model becomes a quantization-aware one.
+
+The recipe: copy, trace, resolve the configuration for the layers found, then swap layers and insert
+one input quantizer for each quantized tensor. Source: design.md, "How prepare works".
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.ao.quantization import FakeQuantizeBase, QConfig, QConfigMapping
+
+from amct_fx.backend_config import is_layer, model_facts
+from amct_fx.checks import check_float_model, check_finite_weights, check_supported
+from amct_fx.config import CompressionConfig, ModelFacts, load_config, resolve
+from amct_fx.errors import ModelError
+from amct_fx.graph import (
+    FixedMinRule,
+    Region,
+    capture,
+    install_graph,
+    is_nonnegative_input,
+    layer_calls,
+    layer_input,
+    tensor_version,
+)
+from amct_fx.nn.geometry import constructor_arguments
+from amct_fx.nn.qat import QATLayer, qat_class_of
+from amct_fx.qconfig import qconfig_for_layer, qconfig_mapping_from_resolution
+from amct_fx.report.preparation import Preparation, record_preparation
+
+__all__ = ["prepare_qat_amct"]
+
+logger = logging.getLogger("amct_fx")
+
+Config = str | os.PathLike[str] | Mapping[str, Any] | CompressionConfig | QConfigMapping | None
+
+
+def prepare_qat_amct(
+    model: nn.Module,
+    cfg: Config = None,
+    example_inputs: tuple[Any, ...] | torch.Tensor | None = None,
+    *,
+    inplace: bool = False,
+    fixed_min_rule: FixedMinRule = "relu",
+    linear_channel_wise: bool = False,
+    strict: bool = False,
+) -> nn.Module:
+    """Return a copy of ``model`` that trains with quantization in the loop.
+
+    Inputs and weights of the quantizable layers are fake-quantized; outputs stay float. Names stay:
+    a float checkpoint loads by name with ``strict=False``. The first ``batch_num`` forwards find the
+    ranges (unless the configuration gives them), the later ones learn them.
+
+    Args:
+        model: A float model in any mode, on any device; not wrapped in DDP or ``torch.compile``.
+        cfg: Path or text of a ``.cfg``, a :class:`CompressionConfig`, a ``QConfigMapping``, or
+            ``None`` for AMCT's defaults: INT8 everywhere, learned ranges.
+        example_inputs: Optional; when given, the traced model is compared with the original on them,
+            and what tracing would have changed stays Python code.
+        inplace: Change ``model`` itself. It is still unchanged if an error is raised.
+        fixed_min_rule: When an input range starts at 0, if the configuration does not say:
+            ``"relu"`` behind a ReLU (as AMCT), ``"nonnegative"`` wherever no value can be negative.
+        linear_channel_wise: Allow one weight scale for each output of a Linear, by name.
+        strict: Raise instead of leaving parts that cannot be traced as they are.
+
+    Returns:
+        The prepared model, in the mode of ``model``; ``isinstance`` of its class.
+
+    Raises:
+        ConfigError: The configuration is wrong or does not fit the model; names file and line.
+        ModelError: Nothing can be quantized, or a weight is not finite; names the layer.
+        ModelStateError: The model is already prepared, or wrapped.
+        ModelTypeError: ``model`` is no ``nn.Module``.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+        >>> prepared = prepare_qat_amct(model, 'skip_layers: "2"')
+        >>> type(prepared[0]).__module__, type(prepared[2]).__module__
+        ('amct_fx.nn.qat', 'torch.nn.modules.conv')
+        >>> prepared(torch.randn(2, 3, 8, 8)).shape
+        torch.Size([2, 4, 4, 4])
+    """
+    check_float_model(model)
+    config = cfg if isinstance(cfg, QConfigMapping) else load_config(cfg)
+    prepared = model if inplace else copy.deepcopy(model)
+    captured = capture(prepared, is_layer, example_inputs=example_inputs, strict=strict)
+    facts = model_facts(prepared, captured)
+    if isinstance(config, CompressionConfig):
+        check_supported(config)
+        resolution = resolve(config, facts, linear_channel_wise=linear_channel_wise)
+        config = qconfig_mapping_from_resolution(resolution, prepared)
+    qconfigs = _qconfigs_by_layer(prepared, facts, config)
+    check_finite_weights(prepared, qconfigs)
+
+    for region in captured.regions:
+        _quantize_region(region, qconfigs, fixed_min_rule)
+    for name in captured.island_leaves:
+        if name in qconfigs:
+            _quantize_island_layer(prepared.get_submodule(name), name, qconfigs[name])
+    preparation = Preparation.of(facts, qconfigs, captured)
+    record_preparation(prepared, preparation)
+    logger.info("%s", preparation.headline)
+    return prepared
+
+
+def _qconfigs_by_layer(
+    model: nn.Module, facts: ModelFacts, mapping: QConfigMapping
+) -> dict[str, QConfig]:
+    """Return the QConfig of every layer that will be quantized, in ``named_modules()`` order."""
+    found = {}
+    for layer in facts.layers:
+        qconfig = qconfig_for_layer(mapping, layer.name, model.get_submodule(layer.name))
+        if layer.reason is None and qconfig is not None:
+            found[layer.name] = qconfig
+    if not found:
+        message = "no layer of the model would be quantized: the QConfigMapping selects none"
+        raise ModelError(message)
+    return found
+
+
+def _quantize_region(
+    region: Region, qconfigs: Mapping[str, QConfig], fixed_min_rule: FixedMinRule
+) -> None:
+    """Swap the layers of a traced part and insert one quantizer for each quantized tensor."""
+    names = {module: region.full_name(name) for name, module in region.module.named_modules()}
+    calls = layer_calls(region.graph, region.module)
+    layers = [module for module in region.module.modules() if names[module] in qconfigs]
+    groups: dict[Any, list[tuple[QATLayer, fx.Node]]] = {}
+    for module in layers:
+        (call,) = calls.get(module, [None])
+        if call is None:
+            continue
+        qconfig = _decided(qconfigs[names[module]], call, region.module, fixed_min_rule)
+        layer = _swap(module, qconfig)
+        tensor = layer_input(call)
+        if tensor is not None:
+            version = tensor_version(tensor, call, region.module)
+            key = (tensor, version, _settings(qconfig.activation))
+            groups.setdefault(key, []).append((layer, call))
+    for (tensor, *_), members in groups.items():
+        owner = members[0][0]
+        _insert_quantizer(region, tensor, owner, names[owner], [call for _, call in members])
+    install_graph(region.module, region.graph)
+
+
+def _decided(
+    qconfig: QConfig, call: fx.Node, root: nn.Module, fixed_min_rule: FixedMinRule
+) -> QConfig:
+    """Settle an automatic ``fixed_min`` by what the graph says about the input."""
+    arguments = constructor_arguments(qconfig.activation)[1]
+    if arguments.get("fixed_min", True) is not None:
+        return qconfig
+    fixed_min = is_nonnegative_input(call, root, fixed_min_rule)
+    return qconfig._replace(activation=qconfig.activation.with_args(fixed_min=fixed_min))
+
+
+def _settings(constructor: Any) -> Any:
+    """Return what must be equal for two consumers of one tensor to share a quantizer."""
+    cls, arguments = constructor_arguments(constructor)
+    return cls, tuple(sorted(arguments.items(), key=lambda item: item[0]))
+
+
+def _swap(module: nn.Module, qconfig: QConfig) -> QATLayer:
+    """Turn a float layer into its quantization-aware class, keeping the object and its hooks."""
+    qat_class = qat_class_of(type(module))
+    assert qat_class is not None, "model_facts lets only layers with such a class through"
+    module.__class__ = qat_class
+    assert isinstance(module, QATLayer)
+    module.attach(qconfig)
+    return module
+
+
+def _insert_quantizer(
+    region: Region, tensor: fx.Node, owner: QATLayer, name: str, consumers: list[fx.Node]
+) -> None:
+    """Quantize ``tensor`` once, before its first consumer, for all of ``consumers``."""
+    owner.add_module("input_fake_quant", _make_input_fake_quant(owner, name))
+    target = f"{region.local_name(name)}.input_fake_quant"
+    with region.graph.inserting_before(min(consumers)):
+        quantized = region.graph.call_module(target, (tensor,))
+    for consumer in consumers:
+        consumer.replace_input_with(tensor, quantized)
+
+
+def _quantize_island_layer(module: nn.Module, name: str, qconfig: QConfig) -> None:
+    """Let a layer that an island calls quantize its own input."""
+    layer = _swap(module, qconfig)
+    layer.add_module("input_fake_quant", _make_input_fake_quant(layer, name))
+    layer.quantizes_input = True
+
+
+def _make_input_fake_quant(layer: QATLayer, name: str) -> FakeQuantizeBase:
+    fake_quant: FakeQuantizeBase = layer.qconfig.activation()
+    if hasattr(fake_quant, "layer_name"):
+        fake_quant.layer_name = name
+    return fake_quant.to(layer.weight.device).train(layer.training)

@@ -1,0 +1,120 @@
+"""From layer specifications to ``torch.ao.quantization`` vocabulary: QConfig and QConfigMapping."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.ao.quantization import QConfig, QConfigMapping
+
+from amct_fx.backend_config import is_layer, model_facts
+from amct_fx.config import (
+    ActivationConfig,
+    CompressionConfig,
+    LayerSpec,
+    Resolution,
+    WeightConfig,
+    load_config,
+    resolve,
+)
+from amct_fx.graph import capture
+from amct_fx.nn.geometry import weight_geometry
+from amct_fx.observers import ARQFakeQuantize, ULQFakeQuantize, ULQWeightFakeQuantize
+
+__all__ = ["get_qconfig_mapping", "qconfig_for_layer", "qconfig_mapping_from_resolution"]
+
+
+def get_qconfig_mapping(
+    cfg: str | Mapping[str, Any] | CompressionConfig | None,
+    model: nn.Module,
+    *,
+    linear_channel_wise: bool = False,
+) -> QConfigMapping:
+    """Resolve a configuration for one model into a ``QConfigMapping``.
+
+    Every layer that will be quantized is listed by name with its QConfig, every eligible layer that
+    will not with ``None``; the global entry is ``None``. Print it, edit it, or pass it to
+    :func:`amct_fx.prepare_qat_amct` in place of the configuration.
+
+    Args:
+        cfg: Path or text of a ``.cfg``, a :class:`CompressionConfig`, or ``None`` for the defaults.
+        model: The float model; it is not changed.
+        linear_channel_wise: Allow one weight scale per output of a Linear by name.
+
+    Raises:
+        ConfigError: If the configuration is wrong, or does not fit the model.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+        >>> mapping = get_qconfig_mapping('skip_layers: "0"', model)
+        >>> [(name, qconfig is not None) for name, qconfig in mapping.module_name_qconfigs.items()]
+        [('0', False), ('2', True)]
+    """
+    config = load_config(cfg)
+    traced = copy.deepcopy(model)
+    facts = model_facts(traced, capture(traced, is_layer))
+    resolution = resolve(config, facts, linear_channel_wise=linear_channel_wise)
+    return qconfig_mapping_from_resolution(resolution, model)
+
+
+def qconfig_mapping_from_resolution(resolution: Resolution, model: nn.Module) -> QConfigMapping:
+    """List the QConfig of every eligible layer by name, ``None`` for those that stay float."""
+    mapping = QConfigMapping().set_global(None)
+    for name, spec in resolution.layers.items():
+        qconfig = _qconfig(spec, model.get_submodule(name), resolution.batch_num)
+        mapping.set_module_name(name, qconfig if spec.quantize else None)
+    return mapping
+
+
+def qconfig_for_layer(mapping: QConfigMapping, name: str, module: nn.Module) -> QConfig | None:
+    """Look a layer up as torch.ao does: name, parents' names, pattern, type, global.
+
+    Args:
+        mapping: Any ``QConfigMapping``.
+        name: Dotted name of the layer.
+        module: The layer.
+    """
+    prefix = name
+    while prefix:
+        if prefix in mapping.module_name_qconfigs:
+            return _as_qconfig(mapping.module_name_qconfigs[prefix])
+        prefix = prefix.rpartition(".")[0]
+    for pattern, qconfig in mapping.module_name_regex_qconfigs.items():
+        if re.match(pattern, name):
+            return _as_qconfig(qconfig)
+    by_type = mapping.object_type_qconfigs
+    return _as_qconfig(by_type.get(type(module), mapping.global_qconfig))
+
+
+def _as_qconfig(value: Any) -> QConfig | None:
+    return value if isinstance(value, QConfig) else None
+
+
+def _qconfig(spec: LayerSpec, module: nn.Module, batch_num: int) -> QConfig:
+    return QConfig(
+        activation=_activation_constructor(spec.activation, batch_num),
+        weight=_weight_constructor(spec.weight, module),
+    )
+
+
+def _activation_constructor(config: ActivationConfig, batch_num: int) -> Callable[..., Any]:
+    constructor: Callable[..., Any] = ULQFakeQuantize.with_args(
+        num_bits=config.dst_type.bits,
+        fixed_min=config.fixed_min,
+        clip_max=config.clip_max,
+        clip_min=config.clip_min,
+        batch_num=batch_num,
+    )
+    return constructor
+
+
+def _weight_constructor(config: WeightConfig, module: nn.Module) -> Callable[..., Any]:
+    classes = {"arq_retrain": ARQFakeQuantize, "ulq_retrain": ULQWeightFakeQuantize}
+    geometry = weight_geometry(module).as_arguments(per_channel=bool(config.channel_wise))
+    constructor: Callable[..., Any] = classes[config.algo].with_args(
+        num_bits=config.dst_type.bits, **geometry
+    )
+    return constructor

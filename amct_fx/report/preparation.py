@@ -1,0 +1,63 @@
+"""What prepare decided, kept with the model so that reports can say why a layer stayed float."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+from torch import nn
+
+from amct_fx.config import ModelFacts
+from amct_fx.graph import Capture, Island
+
+__all__ = ["LayerDecision", "Preparation", "preparation_of", "record_preparation"]
+
+_ATTRIBUTE = "_amct_preparation"
+
+
+@dataclass(frozen=True)
+class LayerDecision:
+    """One layer of a quantizable type; ``reason`` says why it stays float, ``None`` if it does not."""
+
+    name: str
+    layer_type: str
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """All layers of quantizable types in model order, and the parts that could not be traced."""
+
+    layers: tuple[LayerDecision, ...]
+    islands: tuple[Island, ...]
+
+    @classmethod
+    def of(cls, facts: ModelFacts, quantized: Container[str], captured: Capture) -> Preparation:
+        """Collect the decisions of one prepare call."""
+        layers = tuple(
+            LayerDecision(
+                layer.name,
+                layer.layer_type,
+                None if layer.name in quantized else layer.reason or "the configuration skips it",
+            )
+            for layer in facts.layers
+        )
+        return cls(layers, tuple(captured.islands))
+
+    @property
+    def headline(self) -> str:
+        """One line: how many layers are quantized."""
+        quantized = sum(layer.reason is None for layer in self.layers)
+        parts = f", {len(self.islands)} parts not traced" if self.islands else ""
+        return f"prepared {quantized} of {len(self.layers)} layers{parts}"
+
+
+def record_preparation(model: nn.Module, preparation: Preparation) -> None:
+    """Keep ``preparation`` with the model; copies and pickles carry it."""
+    setattr(model, _ATTRIBUTE, preparation)
+
+
+def preparation_of(model: nn.Module) -> Preparation | None:
+    """Return what :func:`record_preparation` kept, ``None`` for a model that was never prepared."""
+    found = getattr(model, _ATTRIBUTE, None)
+    return found if isinstance(found, Preparation) else None
