@@ -1,0 +1,184 @@
+"""The command ``amct-fx``.
+
+Errors that amct_fx raises on purpose end a command with their message and exit code 1; with
+``amct-fx --traceback ...`` the traceback is shown too. Wrong usage ends with exit code 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from amct_fx.errors import AmctError
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+    from rich.table import Table
+    from typer.core import TyperGroup
+except ModuleNotFoundError as missing:
+    # Only the script imports this module, so ending it here is its whole error message.
+    _hint = f"amct-fx needs {missing.name}: python -m pip install 'amct-fx[cli]'"
+    raise SystemExit(_hint) from missing
+
+if TYPE_CHECKING:
+    from amct_fx_demo import DemoResult
+
+__all__ = ["app", "main"]
+
+
+class _Commands(TyperGroup):
+    """The commands, with errors turned into messages."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that ``ctx`` names."""
+        try:
+            return super().invoke(ctx)
+        except (AmctError, OSError) as error:
+            if ctx.params["traceback"]:
+                raise
+            notes: list[str] = getattr(error, "__notes__", [])
+            typer.echo("\n".join([f"error: {error}", *notes]), err=True)
+            raise typer.Exit(1) from error
+
+
+app = typer.Typer(
+    cls=_Commands,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Quantization-aware training for PyTorch, driven by AMCT .cfg files.",
+)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"amct-fx {importlib.metadata.version('amct-fx')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", help="Show the traceback of an error.")
+    ] = False,
+) -> None:
+    """Options of every command; ``_print_version`` and ``_Commands`` act on them."""
+
+
+def _writable_file(path: Path | None) -> Path | None:
+    """Refuse a path that could not be written, before hours of work are lost on it."""
+    if path is None:
+        return None
+    try:
+        if path.exists() and not path.is_file():
+            message = f"{path} is not a regular file"
+            raise typer.BadParameter(message)
+        with tempfile.TemporaryFile(dir=path.parent):
+            return path
+    except OSError as error:
+        message = f"cannot write {path}: {error.strerror}"
+        raise typer.BadParameter(message) from error
+
+
+@app.command()
+def demo(
+    json_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--json", metavar="FILE", callback=_writable_file, help="Write the figures here."
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Start weights and order of the images.")
+    ] = 0,
+    epochs: Annotated[
+        int, typer.Option(min=1, help="Epochs in float; a third as many follow quantized.")
+    ] = 15,
+) -> None:
+    """Train, quantize, convert and export a small CNN on the digits of scikit-learn.
+
+    Prints the accuracy of each model, the sizes of the ONNX files, and how well the codes of
+    PyTorch and onnxruntime agree.
+    """
+    try:
+        from amct_fx_demo import run_demo
+    except ModuleNotFoundError as missing:
+        message = f"the demo needs {missing.name}: python -m pip install 'amct-fx[demo]'"
+        raise AmctError(message) from missing
+    with _progress_bars() as report:
+        result = run_demo(report=report, seed=seed, epochs=epochs)
+    Console().print(_demo_table(result))
+    if json_file is not None:
+        _write_atomically(json_file, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+
+
+@contextmanager
+def _progress_bars() -> Iterator[Callable[[str, int, int], None]]:
+    """Yield ``report(stage, done, total)``, which draws one bar per stage on a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+
+        def report(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = progress.add_task(stage, total=total)
+            progress.update(tasks[stage], completed=done)
+
+        yield report
+
+
+def _demo_table(result: DemoResult) -> Table:
+    ratio = result.int8_onnx_bytes / result.float_onnx_bytes
+    table = Table("Digits, held-out third", "", title="amct-fx demo")
+    table.columns[1].justify = "right"
+    table.add_row("accuracy: float", f"{result.float_accuracy:.4f}")
+    table.add_row("accuracy: prepared (INT8 simulated)", f"{result.prepared_accuracy:.4f}")
+    table.add_row("accuracy: converted (INT8 in PyTorch)", f"{result.converted_accuracy:.4f}")
+    table.add_row("accuracy: INT8 in onnxruntime", f"{result.onnxruntime_accuracy:.4f}")
+    table.add_section()
+    table.add_row("float ONNX file", f"{result.float_onnx_bytes:,} bytes")
+    table.add_row(f"INT8 ONNX file ({ratio:.2f} x float)", f"{result.int8_onnx_bytes:,} bytes")
+    table.add_section()
+    table.add_row("equal codes, PyTorch and onnxruntime", f"{result.equal_codes:.3%}")
+    table.add_row("largest difference of two codes", f"{result.max_code_difference}")
+    table.add_section()
+    table.add_row("time", f"{result.seconds:.1f} s")
+    return table
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """Write ``text`` to ``path``: afterwards there is the whole new file, or the old one."""
+    temporary = path.with_name(f".amct-fx-{os.getpid()}.tmp")
+    try:
+        with temporary.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    main()
