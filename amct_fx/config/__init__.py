@@ -1,0 +1,43 @@
+"""Configurations: ``.cfg`` files to frozen dataclasses, and those to one spec per layer.
+
+:func:`load_config` reads, :func:`resolve` decides. Neither needs torch; protobuf is imported when
+the first file is read.
+"""
+
+from __future__ import annotations
+
+from amct_fx.config.load import load_config
+from amct_fx.config.resolve import resolve
+from amct_fx.config.schema import (
+    ActivationConfig,
+    CompressionConfig,
+    DataType,
+    FilterPruneConfig,
+    LayerOverride,
+    M4N2PruneConfig,
+    PruneConfig,
+    Source,
+    TypeOverride,
+    WeightConfig,
+)
+from amct_fx.config.specs import LayerFacts, LayerSpec, ModelFacts, Origin, Resolution
+
+__all__ = [
+    "ActivationConfig",
+    "CompressionConfig",
+    "DataType",
+    "FilterPruneConfig",
+    "LayerFacts",
+    "LayerOverride",
+    "LayerSpec",
+    "M4N2PruneConfig",
+    "ModelFacts",
+    "Origin",
+    "PruneConfig",
+    "Resolution",
+    "Source",
+    "TypeOverride",
+    "WeightConfig",
+    "load_config",
+    "resolve",
+]

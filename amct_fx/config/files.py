@@ -1,0 +1,111 @@
+"""Read a configuration file; write one so that a crash never leaves half a file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+
+from amct_fx.errors import ConfigError, ConfigFileNotFoundError, did_you_mean
+
+__all__ = ["MAX_BYTES", "read_text", "write_text"]
+
+#: Larger files are refused at once; 4 MiB hold the settings of more than 10,000 layers.
+MAX_BYTES = 4 * 1024 * 1024
+_FILE_MODE = 0o640
+_FOLDER_MODE = 0o750
+_BOM = "\ufeff"
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Return the content of a text file.
+
+    Raises:
+        ConfigFileNotFoundError: When there is no such file.
+        ConfigError: When it is a folder, too large, not readable, or not UTF-8 text.
+    """
+    name = os.fspath(path)
+    try:
+        return _decode(_read_bytes(Path(name)), name)
+    except FileNotFoundError:
+        hint = _similar_files(Path(name))
+        raise ConfigFileNotFoundError(
+            errno.ENOENT, f"there is no such configuration file{hint}", name
+        ) from None
+    except OSError as error:
+        message = f"the file cannot be read: {error.strerror}"
+        raise ConfigError(message, file=name) from error
+
+
+def _read_bytes(path: Path) -> bytes:
+    """Return the content, after a look at what kind of file it is."""
+    name = str(path)
+    if "\0" in name:
+        message = f"not a file name: {name!r}"
+        raise ConfigError(message)
+    size = path.stat().st_size
+    if not path.is_file():
+        kind = "a folder" if path.is_dir() else "not a regular file"
+        message = f"this is {kind}; give the path of a .cfg or .json file"
+        raise ConfigError(message, file=name)
+    check_size(size, name)
+    return path.read_bytes()
+
+
+def check_size(size: int, file: str | None) -> None:
+    """Raise ConfigError when a configuration is too large to be one."""
+    if size > MAX_BYTES:
+        message = f"{size} bytes are too many for a configuration (at most {MAX_BYTES})"
+        raise ConfigError(message, file=file)
+
+
+def _decode(content: bytes, name: str) -> str:
+    """Return the content as text."""
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        message = "the file is not UTF-8 text"
+        raise ConfigError(message, file=name, line=line) from None
+    if text.startswith(_BOM):
+        message = "the file begins with a byte-order mark; save it as UTF-8 without one"
+        raise ConfigError(message, file=name, line=1, column=1)
+    if "\0" in text:
+        message = "this is a binary file; give the path of a .cfg or .json file"
+        raise ConfigError(message, file=name)
+    return text
+
+
+def _similar_files(path: Path) -> str:
+    """Return a hint at files with a similar name in the same folder."""
+    try:
+        return did_you_mean(path.name, [item.name for item in path.parent.iterdir()])
+    except OSError:
+        return ""
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file (mode 0640), making missing folders (mode 0750), and replace an old one.
+
+    The text goes into a temporary file beside it first, which then takes its name.
+    """
+    target = Path(path)
+    _make_folder(target.parent)
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+        Path(temporary).chmod(_FILE_MODE)
+        Path(temporary).replace(target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder and its parents, each with the same mode."""
+    if folder.exists():
+        return
+    _make_folder(folder.parent)
+    folder.mkdir(mode=_FOLDER_MODE, exist_ok=True)

@@ -1,0 +1,275 @@
+"""Check the names and types of a configuration against a model, and look them up.
+
+The names of layers and types that a file gives either mean something in the model, or are an error
+with close matches, or are a warning: a skip entry that has no effect, a type that this model lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from amct_fx.config.layer_types import QUANTIZABLE_TYPES, LayerType, resolve_type
+from amct_fx.config.messages import listing, warn
+from amct_fx.config.schema import CompressionConfig, LayerOverride, TypeOverride
+from amct_fx.config.specs import LayerFacts, ModelFacts
+from amct_fx.errors import ConfigError, did_you_mean
+
+__all__ = ["Lookup", "look_up_names"]
+
+_LISTS_FOR_QUANT = (
+    ("skip_layers", "skip_types"),
+    ("quant_skip_layers", "quant_skip_types"),
+)
+_LISTS_FOR_PRUNE = (
+    ("skip_layers", "skip_types"),
+    ("prune_skip_layers", "prune_skip_types"),
+)
+
+
+@dataclass
+class Lookup:
+    """The entries of a configuration, ready to be asked about a layer."""
+
+    by_name: dict[str, LayerOverride] = field(default_factory=dict)
+    by_type: list[tuple[LayerType, TypeOverride]] = field(default_factory=list)
+    skip_types: dict[str, list[tuple[LayerType, str]]] = field(default_factory=dict)
+    config: CompressionConfig = field(default_factory=CompressionConfig)
+
+    def overrides(self, layer: LayerFacts) -> list[LayerOverride | TypeOverride]:
+        """Return the overrides that apply to a layer, the strongest first."""
+        found: list[LayerOverride | TypeOverride] = []
+        if layer.name in self.by_name:
+            found.append(self.by_name[layer.name])
+        # A depthwise spelling is narrower than Conv2d and therefore stronger.
+        narrow_first = sorted(self.by_type, key=lambda item: not item[0].depthwise_only)
+        for layer_type, override in narrow_first:
+            if layer_type.matches(layer.layer_type, depthwise=layer.depthwise):
+                found.append(override)
+        return found
+
+    def quant_skip(self, layer: LayerFacts) -> str | None:
+        """Return which entry takes a layer out of quantization, or ``None``."""
+        return self._skip(layer, _LISTS_FOR_QUANT)
+
+    def prune_skip(self, layer: LayerFacts) -> str | None:
+        """Return which entry takes a layer out of pruning, or ``None``."""
+        return self._skip(layer, _LISTS_FOR_PRUNE)
+
+    def _skip(self, layer: LayerFacts, lists: tuple[tuple[str, str], ...]) -> str | None:
+        for names, types in lists:
+            if layer.name in getattr(self.config, names):
+                return self._entry(names, layer.name)
+            for layer_type, spelling in self.skip_types[types]:
+                if layer_type.matches(layer.layer_type, depthwise=layer.depthwise):
+                    return self._entry(types, spelling)
+        return None
+
+    def _entry(self, list_name: str, entry: str) -> str:
+        source = self.config.skip_source(list_name, entry)
+        place = f" ({source})" if source.line else ""
+        return f"{list_name} has {entry!r}{place}"
+
+
+def look_up_names(
+    config: CompressionConfig, facts: ModelFacts, *, quantize: bool, prune: bool, dialect: str
+) -> Lookup:
+    """Check all names and types, overrides first.
+
+    Raises:
+        ConfigError: For a name or type that the model cannot have, or that is given twice.
+    """
+    checker = _Checker(config, facts, quantize=quantize, prune=prune, dialect=dialect)
+    return Lookup(
+        by_name=checker.layer_overrides(),
+        by_type=checker.type_overrides(),
+        skip_types=checker.skip_lists(),
+        config=config,
+    )
+
+
+class _Checker:
+    """The checks on names; each part of the configuration has its method."""
+
+    def __init__(
+        self,
+        config: CompressionConfig,
+        facts: ModelFacts,
+        *,
+        quantize: bool,
+        prune: bool,
+        dialect: str,
+    ) -> None:
+        self._config = config
+        self._layers = {layer.name: layer for layer in facts.layers}
+        self._modules = {**facts.modules, **{item.name: item.layer_type for item in facts.layers}}
+        self._model_types = set(self._modules.values())
+        self._quantize = quantize
+        self._prune = prune
+        self._dialect = dialect
+
+    def layer_overrides(self) -> dict[str, LayerOverride]:
+        """Check the overrides by name."""
+        found: dict[str, LayerOverride] = {}
+        for override in self._config.layer_overrides:
+            layer = self._layers.get(override.name)
+            if override.name not in self._modules:
+                message = f"the model has no layer {override.name!r}{self._matches(override.name)}"
+                raise override.source.error(message)
+            reason = self._why_not(override.name)
+            if layer is None or reason is not None:
+                message = f"layer {override.name!r} cannot be set: {reason}"
+                raise override.source.error(message)
+            if override.name in found:
+                message = f"layer {override.name!r}"
+                raise _twice(message, found[override.name], override)
+            if override.prune is not None and (why := layer.why_not_prunable(override.prune)):
+                message = f"layer {override.name!r} cannot be pruned: {why}"
+                raise override.source.error(message)
+            if not self._config.resolved:
+                _warn_if_empty(override, f"layer {override.name!r}")
+            found[override.name] = override
+        return found
+
+    def type_overrides(self) -> list[tuple[LayerType, TypeOverride]]:
+        """Check the overrides by type."""
+        found: dict[tuple[str, bool], TypeOverride] = {}
+        result = []
+        for override in self._config.type_overrides:
+            layer_type = resolve_type(
+                override.type, model_types=self._model_types, source=override.source
+            )
+            _note(layer_type, override)
+            if not layer_type.quantizable:
+                message = (
+                    f"layers of type {override.type!r} cannot be set, they are not quantized"
+                    f" (quantizable: {', '.join(QUANTIZABLE_TYPES)})"
+                )
+                raise override.source.error(message)
+            if layer_type.key in found:
+                first = found[layer_type.key]
+                spellings = dict.fromkeys((first.type, override.type))
+                message = f"type {' alias '.join(map(repr, spellings))}"
+                raise _twice(message, first, override)
+            found[layer_type.key] = override
+            self._check_type_prune(layer_type, override)
+            _warn_if_empty(override, f"type {override.type!r}")
+            if not self._present(layer_type):
+                warn(
+                    f"{override.source}: the override of type {override.type!r} has no effect, "
+                    "the model has no such layer"
+                )
+            result.append((layer_type, override))
+        return result
+
+    def skip_lists(self) -> dict[str, list[tuple[LayerType, str]]]:
+        """Check the six skip lists; return the types of three of them."""
+        types = {}
+        for prefix, eligible in (
+            ("", self._eligible_for_any),
+            ("quant_", _eligible_for_quant),
+            ("prune_", _eligible_for_prune),
+        ):
+            self._skip_names(f"{prefix}skip_layers", eligible)
+            types[f"{prefix}skip_types"] = self._skip_types(f"{prefix}skip_types")
+        return types
+
+    def _skip_names(self, list_name: str, eligible: Callable[[LayerFacts], bool]) -> None:
+        """Check the names in one skip list."""
+        seen: set[str] = set()
+        for name in getattr(self._config, list_name):
+            source = self._config.skip_source(list_name, name)
+            if name not in self._modules:
+                message = (
+                    f"{list_name} has {name!r}, which is not in the model{self._matches(name)}"
+                )
+                raise source.error(message)
+            if name in seen:
+                warn(f"{source}: {list_name} has {name!r} more than once")
+            seen.add(name)
+            layer = self._layers.get(name)
+            if layer is None or not eligible(layer):
+                reason = self._why_not(name) or "it is not pruned anyway"
+                warn(f"{source}: {list_name} has {name!r}, which has no effect: {reason}")
+
+    def _skip_types(self, list_name: str) -> list[tuple[LayerType, str]]:
+        """Check the types in one skip list."""
+        result: dict[tuple[str, bool], tuple[LayerType, str]] = {}
+        for spelling in getattr(self._config, list_name):
+            source = self._config.skip_source(list_name, spelling)
+            layer_type = resolve_type(spelling, model_types=self._model_types, source=source)
+            if layer_type.note:
+                warn(f"{source}: {layer_type.note}")
+            if layer_type.key in result:
+                first = result[layer_type.key][1]
+                same = f" (as {first!r})" if first != spelling else ""
+                warn(f"{source}: {list_name} has {spelling!r} more than once{same}")
+                continue
+            if not layer_type.quantizable:
+                warn(
+                    f"{source}: {list_name} has {spelling!r}, which has no effect: "
+                    "layers of this type are not quantized"
+                )
+            elif self._dialect == "mindspore" and not self._present(layer_type):
+                warn(f"{source}: {list_name} has {spelling!r}, but the model has no such layer")
+            result[layer_type.key] = (layer_type, spelling)
+        return list(result.values())
+
+    def _check_type_prune(self, layer_type: LayerType, override: TypeOverride) -> None:
+        """Raise when layers of the type cannot be pruned in this way."""
+        if override.prune is None:
+            return
+        if reason := LayerFacts("", layer_type.name).why_not_prunable(override.prune):
+            message = f"type {override.type!r} cannot be pruned: {reason}"
+            raise override.source.error(message)
+
+    def _eligible_for_any(self, layer: LayerFacts) -> bool:
+        """Whether a feature that is on could reach the layer."""
+        return (self._quantize and layer.eligible) or (self._prune and layer.prunable)
+
+    def _present(self, layer_type: LayerType) -> bool:
+        """Whether the model has an eligible layer of this type."""
+        return any(
+            layer.eligible and layer_type.matches(layer.layer_type, depthwise=layer.depthwise)
+            for layer in self._layers.values()
+        )
+
+    def _why_not(self, name: str) -> str | None:
+        """Return why a module cannot be quantized; ``None``: it can."""
+        if name in self._layers:
+            return self._layers[name].reason
+        return f"a {self._modules[name]} is not quantized"
+
+    def _matches(self, name: str) -> str:
+        """Return the close matches for a name, or what there is."""
+        eligible = [layer.name for layer in self._layers.values() if layer.eligible]
+        hint = did_you_mean(name, eligible) or did_you_mean(name, self._modules)
+        return hint or f" (layers: {listing(eligible)})"
+
+
+def _eligible_for_quant(layer: LayerFacts) -> bool:
+    return layer.eligible
+
+
+def _eligible_for_prune(layer: LayerFacts) -> bool:
+    return layer.prunable
+
+
+def _twice(
+    what: str, first: LayerOverride | TypeOverride, second: LayerOverride | TypeOverride
+) -> ConfigError:
+    """Return the exception for two overrides of the same thing; it names both places."""
+    places = f" ({first.source} and {second.source})" if first.source.line else ""
+    return second.source.error(f"{what} is overridden twice{places}; join the two entries")
+
+
+def _note(layer_type: LayerType, override: TypeOverride) -> None:
+    """Warn when a spelling is unusual."""
+    if layer_type.note:
+        warn(f"{override.source}: {layer_type.note}")
+
+
+def _warn_if_empty(override: LayerOverride | TypeOverride, what: str) -> None:
+    """Warn when an override says nothing."""
+    if override.activation is None and override.weight is None and override.prune is None:
+        warn(f"{override.source}: the override of {what} is empty and changes nothing")
