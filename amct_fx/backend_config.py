@@ -67,7 +67,7 @@ def _has_weight(module: nn.Module) -> bool:
 
 
 def _call_counts(model: nn.Module, captured: Capture) -> Counter[nn.Module]:
-    """Count the calls of each layer; an island calls each of its own layers, as far as we know, once."""
+    """Count the calls of each layer; one that an island calls counts once: nothing shows more."""
     counts: Counter[nn.Module] = Counter()
     for region in captured.regions:
         for module, nodes in layer_calls(region.graph, region.module).items():

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.ao.quantization import FakeQuantizeBase
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from amct_fx.config import CompressionConfig
 from amct_fx.errors import AmctWarning, ConfigError, ModelError, ModelStateError, ModelTypeError
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import QuantizedLayer
+
+if TYPE_CHECKING:
+    from amct_fx.config import CompressionConfig
 
 __all__ = ["check_finite_weights", "check_float_model", "check_prepared_model", "check_supported"]
 
@@ -23,7 +26,8 @@ def check_float_model(model: object) -> None:
 
     Raises:
         ModelTypeError: ``model`` is no ``nn.Module``.
-        ModelStateError: It is prepared, converted, compiled, scripted, or wrapped for data parallelism.
+        ModelStateError: It is prepared, converted, compiled, scripted, or wrapped for data
+        parallelism.
     """
     module = _as_module(model)
     for name, part in module.named_modules():
@@ -68,9 +72,7 @@ def check_finite_weights(model: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         for key, parameter in model.get_submodule(name).named_parameters():
             if not bool(torch.isfinite(parameter).all()):
-                message = (
-                    f"{name}.{key} holds NaN or Inf; load a sound checkpoint before prepare_qat_amct"
-                )
+                message = f"{name}.{key} holds NaN or Inf; load a sound checkpoint before preparing"
                 raise ModelError(message)
 
 

@@ -7,7 +7,6 @@ Errors that amct_fx raises on purpose end a command with their message and exit 
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import os
 import tempfile
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import amct_fx
 from amct_fx.errors import AmctError
 
 try:
@@ -66,7 +66,7 @@ def main() -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"amct-fx {importlib.metadata.version('amct-fx')}")
+        typer.echo(f"amct-fx {amct_fx.__version__}")
         raise typer.Exit
 
 

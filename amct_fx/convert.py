@@ -7,40 +7,37 @@ Source: design.md, "How convert works"; spec/quantization.md sections 4 and 5.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F  # noqa: N812  the field's usual name
 from torch import Tensor, fx, nn
 from torch.ao.quantization import FakeQuantizeBase
 
 from amct_fx.checks import check_prepared_model
-from amct_fx.errors import AmctWarning, ConvertError
+from amct_fx.errors import ConvertError
+from amct_fx.fold import foldable_batch_norm
 from amct_fx.graph import (
     GraphForward,
-    batch_norm_after,
     fx_graph_of,
     install_graph,
     layer_input,
     module_of,
     regions,
 )
-from amct_fx.nn.integer import BatchNormAffine, batch_norm_affine, integer_weight
+from amct_fx.nn.integer import BatchNormAffine, integer_weight
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import Dequantize, Quantize, quantized_class_of
 
 __all__ = ["convert_amct"]
 
-_FOLDABLE = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
 
 def convert_amct(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     """Return the integer model of a prepared one.
 
-    Weights become int8 codes, biases int32 codes, batch norms behind convolutions are folded, and each
-    input quantizer becomes a quantize and a dequantize. The result is an ordinary module in eval
-    mode; ``torch.onnx.export`` writes it as QuantizeLinear/DequantizeLinear with INT8 initializers.
+    Weights become int8 codes, biases int32 codes, batch norms behind convolutions are folded, and
+    each input quantizer becomes a quantize and a dequantize. The result is an ordinary module in
+    eval mode; ``torch.onnx.export`` writes it as QuantizeLinear/DequantizeLinear with INT8
+    initializers.
 
     Args:
         model: A prepared model whose ranges were calibrated; its mode does not matter.
@@ -50,7 +47,8 @@ def convert_amct(model: nn.Module, *, inplace: bool = False) -> nn.Module:
         The converted model, in eval mode.
 
     Raises:
-        ConvertError: A quantizer was never calibrated, a value is not finite, or a bias does not fit
+        ConvertError: A quantizer was never calibrated, a value is not finite, or a bias does not
+        fit
             into int32; names the layer.
         ModelStateError: The model is not prepared, already converted, or wrapped.
         ModelTypeError: ``model`` is no ``nn.Module``.
@@ -101,7 +99,7 @@ def _convert_region(region: GraphForward, name: str) -> None:
             label = f"{name}.{node.target}" if name else str(node.target)
             source = layer_input(node)
             assert source is not None, "prepare quantizes only layers with a tensor input"
-            batch_norm, batch_norm_node = _foldable_batch_norm(node, region, label)
+            batch_norm, batch_norm_node = foldable_batch_norm(node, region, label)
             _convert_layer(layer, quantizers[source], batch_norm, label)
             if batch_norm_node is not None:
                 folded |= _bypass(batch_norm_node, node, region)
@@ -144,48 +142,6 @@ def _convert_layer(
     assert isinstance(layer, converted_class)
     layer.adopt(integer, dtype)
     layer.quantizes_input = quantizes_input
-
-
-def _foldable_batch_norm(
-    node: fx.Node, region: nn.Module, name: str
-) -> tuple[BatchNormAffine | None, fx.Node | None]:
-    """Find the batch norm behind a convolution that the integer weights can absorb."""
-    following = batch_norm_after(node, region)
-    if following is None or not isinstance(module_of(node, region), _FOLDABLE):
-        return None, None
-    affine = _affine_of(following, region)
-    if affine is None:
-        return None, None
-    if not affine.is_finite:
-        message = f"the batch norm behind {name} is not finite in eval mode; it is not folded"
-        warnings.warn(message, AmctWarning, stacklevel=4)
-        return None, None
-    return affine, following
-
-
-def _affine_of(node: fx.Node, region: nn.Module) -> BatchNormAffine | None:
-    module = module_of(node, region)
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        return batch_norm_affine(
-            module.running_mean, module.running_var, module.weight, module.bias, module.eps
-        )
-    arguments = node.normalized_arguments(region, normalize_to_only_use_kwargs=True)
-    if arguments is None or node.target is not F.batch_norm:
-        return None
-    values = arguments.kwargs
-    if values.get("training") not in (None, False):
-        return None
-    names = ("running_mean", "running_var", "weight", "bias")
-    mean, var, weight, bias = (_tensor_of(values.get(key), region) for key in names)
-    return batch_norm_affine(mean, var, weight, bias, float(values.get("eps", 1e-5)))
-
-
-def _tensor_of(value: object, region: nn.Module) -> Tensor | None:
-    if not isinstance(value, fx.Node):
-        return None
-    owner, _, name = str(value.target).rpartition(".")
-    tensor = getattr(region.get_submodule(owner), name)
-    return tensor if isinstance(tensor, Tensor) else None
 
 
 def _bypass(batch_norm: fx.Node, layer: fx.Node, region: nn.Module) -> set[nn.Module]:

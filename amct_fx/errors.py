@@ -76,7 +76,7 @@ class ConfigFileNotFoundError(AmctError, FileNotFoundError):
 
 
 class ModelError(AmctError, ValueError):
-    """The model cannot be compressed as asked: nothing to quantize, non-finite weights …"""
+    """The model cannot be compressed as asked: nothing to quantize, non-finite weights."""
 
 
 class ModelTypeError(AmctError, TypeError):
@@ -84,7 +84,7 @@ class ModelTypeError(AmctError, TypeError):
 
 
 class ModelStateError(AmctError, RuntimeError):
-    """The model is in the wrong state for the call: already prepared, wrapped, not prepared …"""
+    """The model is in the wrong state for the call: already prepared, wrapped, not prepared."""
 
 
 class CalibrationError(AmctError, RuntimeError):

@@ -10,14 +10,12 @@ import copy
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import fx, nn
 from torch.ao.quantization import FakeQuantizeBase, QConfig, QConfigMapping
 
 from amct_fx.backend_config import is_layer, model_facts
-from amct_fx.checks import check_float_model, check_finite_weights, check_supported
+from amct_fx.checks import check_finite_weights, check_float_model, check_supported
 from amct_fx.config import CompressionConfig, ModelFacts, load_config, resolve
 from amct_fx.errors import ModelError
 from amct_fx.graph import (
@@ -34,6 +32,10 @@ from amct_fx.nn.geometry import constructor_arguments
 from amct_fx.nn.qat import QATLayer, qat_class_of
 from amct_fx.qconfig import qconfig_for_layer, qconfig_mapping_from_resolution
 from amct_fx.report.preparation import Preparation, record_preparation
+
+if TYPE_CHECKING:
+    import torch
+    from torch import fx, nn
 
 __all__ = ["prepare_qat_amct"]
 
@@ -55,14 +57,15 @@ def prepare_qat_amct(
     """Return a copy of ``model`` that trains with quantization in the loop.
 
     Inputs and weights of the quantizable layers are fake-quantized; outputs stay float. Names stay:
-    a float checkpoint loads by name with ``strict=False``. The first ``batch_num`` forwards find the
-    ranges (unless the configuration gives them), the later ones learn them.
+    a float checkpoint loads by name with ``strict=False``. The first ``batch_num`` forwards find
+    the ranges (unless the configuration gives them), the later ones learn them.
 
     Args:
         model: A float model in any mode, on any device; not wrapped in DDP or ``torch.compile``.
         cfg: Path or text of a ``.cfg``, a :class:`CompressionConfig`, a ``QConfigMapping``, or
             ``None`` for AMCT's defaults: INT8 everywhere, learned ranges.
-        example_inputs: Optional; when given, the traced model is compared with the original on them,
+        example_inputs: Optional; when given, the traced model is compared with the original on
+        them,
             and what tracing would have changed stays Python code.
         inplace: Change ``model`` itself. It is still unchanged if an error is raised.
         fixed_min_rule: When an input range starts at 0, if the configuration does not say:

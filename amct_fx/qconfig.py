@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
 from torch.ao.quantization import QConfig, QConfigMapping
 
 from amct_fx.backend_config import is_layer, model_facts
@@ -23,6 +22,9 @@ from amct_fx.config import (
 from amct_fx.graph import capture
 from amct_fx.nn.geometry import weight_geometry
 from amct_fx.observers import ARQFakeQuantize, ULQFakeQuantize, ULQWeightFakeQuantize
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["get_qconfig_mapping", "qconfig_for_layer", "qconfig_mapping_from_resolution"]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F  # noqa: N812  the field's usual name
+import torch.nn.functional as F
 from torch import fx, nn
 
 __all__ = [
@@ -27,14 +27,21 @@ FixedMinRule = Literal["relu", "nonnegative"]
 """``"relu"``: the direct producer is a ReLU. ``"nonnegative"``: every value is provably >= 0."""
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_RELU = {nn.ReLU, F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"}
-_PASS = {nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Identity}
+_RELU: set[Any] = {nn.ReLU, F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"}
+_PASS: set[Any] = {nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Identity}
 _PASS |= {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout}
-_POSITIVE = {nn.ReLU6, nn.Sigmoid, nn.Softmax, nn.Softmax2d, nn.Hardsigmoid, nn.Softplus}
+_POSITIVE: set[Any] = {nn.ReLU6, nn.Sigmoid, nn.Softmax, nn.Softmax2d, nn.Hardsigmoid, nn.Softplus}
 _POSITIVE |= {F.relu6, F.sigmoid, F.softmax, F.hardsigmoid, F.softplus}
 _POSITIVE |= {torch.sigmoid, torch.softmax, torch.abs, torch.exp, torch.square}
 _POSITIVE |= {"sigmoid", "softmax", "abs", "exp", "square"}
-_KEEPS_SIGN = {nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d}
+_KEEPS_SIGN: set[Any] = {
+    nn.MaxPool1d,
+    nn.MaxPool2d,
+    nn.MaxPool3d,
+    nn.AvgPool1d,
+    nn.AvgPool2d,
+    nn.AvgPool3d,
+}
 _KEEPS_SIGN |= {nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d}
 _KEEPS_SIGN |= {nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d}
 _KEEPS_SIGN |= {nn.Flatten, nn.Unflatten, nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d}
@@ -44,7 +51,7 @@ _KEEPS_SIGN |= {F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_poo
 _KEEPS_SIGN |= {torch.flatten, torch.mean, torch.amax, torch.reshape, torch.transpose}
 _KEEPS_SIGN |= {torch.permute, torch.squeeze, torch.unsqueeze, "flatten", "mean", "amax"}
 _KEEPS_SIGN |= {"reshape", "view", "transpose", "permute", "squeeze", "unsqueeze", "contiguous"}
-_JOINS = {torch.cat, torch.add, operator.add, operator.iadd, "add", "add_", torch.mul}
+_JOINS: set[Any] = {torch.cat, torch.add, operator.add, operator.iadd, "add", "add_", torch.mul}
 _JOINS |= {operator.mul, operator.imul, "mul", "mul_", torch.concat}
 
 
@@ -137,7 +144,9 @@ def _sources_nonnegative(node: fx.Node, root: nn.Module, rule: FixedMinRule) -> 
     """Check every tensor that ``node`` reads; numbers among the arguments count by their sign."""
     sources = list(_operands(node))
     return bool(sources) and all(
-        value >= 0 if isinstance(value, (int, float)) else _reads_nonnegative(value, node, root, rule)
+        value >= 0
+        if isinstance(value, (int, float))
+        else _reads_nonnegative(value, node, root, rule)
         for value in sources
     )
 

@@ -1,10 +1,11 @@
 """A module that runs a traced graph while staying what it was.
 
-``fx.GraphModule`` replaces the user's module: its class, methods and attributes are gone, sub-module
-containers become bare ``nn.Module`` objects, and its ``.graph`` attribute makes the TorchScript ONNX
-exporter refuse dynamic axes. Here the module object stays; only its class becomes a subclass of the
-user's whose ``forward`` is the code generated from the graph. So ``isinstance``, custom methods,
-hooks, ``state_dict`` keys, ``train()``/``eval()`` on parts and both exporters keep working.
+``fx.GraphModule`` replaces the user's module: its class, methods and attributes are gone, sub-
+module containers become bare ``nn.Module`` objects, and its ``.graph`` attribute makes the
+TorchScript ONNX exporter refuse dynamic axes. Here the module object stays; only its class becomes
+a subclass of the user's whose ``forward`` is the code generated from the graph. So ``isinstance``,
+custom methods, hooks, ``state_dict`` keys, ``train()``/``eval()`` on parts and both exporters keep
+working.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class GraphForward(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the attributes, then compile the graph, whose modules exist only now."""
         record: GraphRecord = self.__dict__.pop("_graph_record")
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         install_graph(self, graph_from_record(record))
 
 

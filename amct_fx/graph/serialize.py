@@ -1,7 +1,8 @@
 """fx graphs as plain data: what pickle and ``copy.deepcopy`` of a traced module carry.
 
-``fx.Graph`` itself does not pickle in every torch version, and ``fx.GraphModule`` pickles source code
-that is traced again at load. A list of nodes is simpler, exact, and keeps the names of the nodes.
+``fx.Graph`` itself does not pickle in every torch version, and ``fx.GraphModule`` pickles source
+code that is traced again at load. A list of nodes is simpler, exact, and keeps the names of the
+nodes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """fx tracing that never gives up: what cannot be traced becomes an island.
 
-An *island* is a module that stays the Python module it was. Its children are traced on their own, down
-to single layers, so every model can be prepared. A *region* is a module whose forward was traced.
-Source: design.md, "How prepare works", step 2.
+An *island* is a module that stays the Python module it was. Its children are traced on their own,
+down to single layers, so every model can be prepared. A *region* is a module whose forward was
+traced. Source: design.md, "How prepare works", step 2.
 """
 
 from __future__ import annotations
@@ -106,9 +106,7 @@ def capture(
     return found
 
 
-def _holds_layers(
-    model: nn.Module, island: Island, is_layer: Callable[[nn.Module], bool]
-) -> bool:
+def _holds_layers(model: nn.Module, island: Island, is_layer: Callable[[nn.Module], bool]) -> bool:
     return any(is_layer(module) for module in model.get_submodule(island.name).modules())
 
 
@@ -133,7 +131,9 @@ def _equal(a: Any, b: Any) -> bool:
     left, left_spec = tree_flatten(a)
     right, right_spec = tree_flatten(b)
     return left_spec == right_spec and all(
-        torch.equal(x, y) if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) else bool(x == y)
+        torch.equal(x, y)
+        if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)
+        else bool(x == y)
         for x, y in zip(left, right, strict=True)
     )
 
@@ -162,13 +162,13 @@ def _capture(
         found.islands.append(island)
         _capture_children(module, name, is_layer, found, seen)
         return
+    for node in tracer.graph.nodes:
+        node.type = None  # annotations may name local classes, which no pickle can find
     region = Region(name, module, tracer.graph)
     found.regions.append(region)
     for path, inner in tracer.islands.items():
         found.islands.append(inner.named(region.full_name(path)))
-        _capture_children(
-            module.get_submodule(path), region.full_name(path), is_layer, found, seen
-        )
+        _capture_children(module.get_submodule(path), region.full_name(path), is_layer, found, seen)
 
 
 def _capture_children(

@@ -1,10 +1,10 @@
 """Quantize and dequantize as the converted model does: exact in eager, Q/DQ nodes in a file.
 
-Eager divides, ``round(x / scale) + zero_point``, which equals ONNX QuantizeLinear also on ties; torch's
-decomposed operators multiply by the reciprocal and differ there, so they are used only while a graph
-is captured for a file. Both ONNX exporters then write QuantizeLinear/DequantizeLinear with nothing
-registered: ``dynamo=True`` translates the decomposed operators, ``dynamo=False`` calls ``symbolic``.
-Source: spec/deploy.md sections 1 and 2.
+Eager divides, ``round(x / scale) + zero_point``, which equals ONNX QuantizeLinear also on ties;
+torch's decomposed operators multiply by the reciprocal and differ there, so they are used only
+while a graph is captured for a file. Both ONNX exporters then write QuantizeLinear/DequantizeLinear
+with nothing registered: ``dynamo=True`` translates the decomposed operators, ``dynamo=False`` calls
+``symbolic``. Source: spec/deploy.md sections 1 and 2.
 """
 
 from __future__ import annotations
@@ -12,10 +12,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.ao.quantization.fx._decomposed  # noqa: F401  registers torch.ops.quantized_decomposed
+import torch.ao.quantization.fx._decomposed
 from torch import Tensor
 
-__all__ = ["QParams", "dequantize_per_channel", "dequantize_per_tensor", "quantize_per_tensor"]
+__all__ = [
+    "QParams",
+    "cast",
+    "dequantize_per_channel",
+    "dequantize_per_tensor",
+    "quantize_per_tensor",
+]
 
 _decomposed = torch.ops.quantized_decomposed
 
@@ -30,6 +36,11 @@ class QParams(NamedTuple):
     zero_point: Tensor
     scale_value: float
     zero_point_value: int
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``x`` as ``dtype``; unlike ``x.to`` it leaves no Cast in a file when nothing changes."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _exporting() -> bool:
@@ -52,7 +63,7 @@ def quantize_per_tensor(x: Tensor, qparams: QParams) -> Tensor:
         >>> quantize_per_tensor(torch.tensor([-1.0, 0.25, 0.75, 99.0]), qparams)
         tensor([  1,   3,   5, 127], dtype=torch.int8)
     """
-    codes: Tensor = _Quantize.apply(x.float(), *qparams)  # type: ignore[no-untyped-call]
+    codes: Tensor = _Quantize.apply(cast(x, torch.float32), *qparams)  # type: ignore[no-untyped-call]
     return codes
 
 

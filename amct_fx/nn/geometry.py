@@ -8,10 +8,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.ao.quantization import FakeQuantizeBase
+
+if TYPE_CHECKING:
+    from torch.ao.quantization import FakeQuantizeBase
 
 __all__ = [
     "WeightGeometry",

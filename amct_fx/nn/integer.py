@@ -6,6 +6,7 @@ Source: spec/quantization.md sections 4 and 5.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ __all__ = ["BatchNormAffine", "batch_norm_affine", "integer_weight"]
 
 _EPS = 1.192092896e-7
 _DEAD_BIAS_CODE = 2.0**20
-"""Code that represents the bias of a dead channel: large enough for 1e-6, small enough for int32."""
+"""Code that represents the bias of a dead channel: fine enough for 1e-6, small enough for int32."""
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,9 @@ def integer_weight(
 
 
 def _float_parameters(layer: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
-    weight, bias = layer.weight, layer.bias
-    if not isinstance(weight, Tensor):
-        message = f"{name}: the layer has no weight tensor"
-        raise ConvertError(message)
-    weight = weight.detach().float()
-    bias = bias.detach().float() if isinstance(bias, Tensor) else None
+    parameters: Any = layer
+    weight: Tensor = parameters.weight.detach().float()
+    bias = None if parameters.bias is None else parameters.bias.detach().float()
     for label, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and not bool(torch.isfinite(tensor).all()):
             message = (
@@ -149,9 +147,7 @@ def _follow_sign(codes: Tensor, factor: Tensor, scale: Tensor, num_bits: int) ->
     return signed.clamp_(max=2 ** (num_bits - 1) - 1)
 
 
-def _usable_scale(
-    codes: Tensor, scale: Tensor, bias: Tensor | None, input_scale: Tensor
-) -> Tensor:
+def _usable_scale(codes: Tensor, scale: Tensor, bias: Tensor | None, input_scale: Tensor) -> Tensor:
     """Choose the scale of dead channels, whose codes are all 0, so that the bias survives."""
     dead = codes.flatten(1).abs().amax(1) == 0 if codes.numel() else torch.ones(len(codes)) > 0
     if scale.numel() == 1 and len(codes) > 1:

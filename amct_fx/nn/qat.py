@@ -1,25 +1,25 @@
 """Quantization-aware training layers: the float layer with a fake-quantized weight and input.
 
 Each class is a subclass of its ``torch.nn`` namesake with the same parameters and attributes, so a
-float checkpoint loads by name and code that reads ``layer.weight`` or ``layer.stride`` keeps working.
+float checkpoint loads by name and code that reads ``layer.weight`` or ``layer.stride`` keeps
+working.
 
-A layer that stands alone calls its own ``input_fake_quant``. In a traced graph the quantizer is a node
-of its own, shared by the consumers of the tensor; then ``quantizes_input`` is ``False`` and only the
-owner has an ``input_fake_quant``.
+A layer that stands alone calls its own ``input_fake_quant``. In a traced graph the quantizer is a
+node of its own, shared by the consumers of the tensor; then ``quantizes_input`` is ``False`` and
+only the owner has an ``input_fake_quant``.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-import torch.nn.functional as F  # noqa: N812  the field's usual name
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.ao.quantization import FakeQuantizeBase, QConfig
 
 from amct_fx.nn.geometry import make_weight_fake_quant
 
 if TYPE_CHECKING:
+    from torch.ao.quantization import FakeQuantizeBase, QConfig
     from typing_extensions import Self
 
 __all__ = [
@@ -45,8 +45,8 @@ class QATLayer(nn.Module):
     """
 
     float_class: ClassVar[type[nn.Module]]
-    weight: Tensor
-    bias: Tensor | None
+    weight: Any
+    bias: Any
     weight_fake_quant: FakeQuantizeBase
     input_fake_quant: FakeQuantizeBase
     quantizes_input: bool
@@ -114,7 +114,8 @@ class _ConvNd(QATLayer):
     def forward(self, input: Tensor) -> Tensor:
         """Convolve the quantized input ``[N, C_in, *]`` with the fake-quantized weight."""
         input = self.quantized_input(input)
-        output: Tensor = self._conv_forward(input, self.quantized_weight(), self.bias)
+        layer: Any = self
+        output: Tensor = layer._conv_forward(input, self.quantized_weight(), self.bias)
         return output
 
 

@@ -1,8 +1,8 @@
 """Layers of the converted model: int8 weight codes, int32 bias codes, float32 scales.
 
-Each class is a subclass of its ``torch.nn`` namesake whose ``weight`` and ``bias`` are computed from
-integer buffers, so the ordinary float operator runs on dequantized tensors in eager, and an exported
-file holds the integers with a DequantizeLinear each. Source: spec/deploy.md section 1.
+Each class is a subclass of its ``torch.nn`` namesake whose ``weight`` and ``bias`` are computed
+from integer buffers, so the ordinary float operator runs on dequantized tensors in eager, and an
+exported file holds the integers with a DequantizeLinear each. Source: spec/deploy.md section 1.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from amct_fx.nn.functional import (
     QParams,
+    cast,
     dequantize_per_channel,
     dequantize_per_tensor,
     quantize_per_tensor,
@@ -119,7 +120,7 @@ class Dequantize(_TensorQParams):
 
     def forward(self, codes: Tensor) -> Tensor:
         """Return ``(codes - zero_point) * scale``."""
-        return dequantize_per_tensor(codes, self.qparams).to(self.dtype)
+        return cast(dequantize_per_tensor(codes, self.qparams), self.dtype)
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,8 @@ class QuantizedLayer(nn.Module):
     weight_scale: Tensor
     bias_codes: Tensor | None
     bias_scale: Tensor | None
+    input_quantize: Quantize
+    input_dequantize: Dequantize
     quantizes_input: bool
     _weight_axis: int
     _weight_groups: int
@@ -171,9 +174,7 @@ class QuantizedLayer(nn.Module):
         self._dtype = dtype
         self._remember_numbers()
 
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        """The dequantized weight, in the layout and dtype of the float layer's."""
+    def _dequantized_weight(self) -> Tensor:
         if self.weight_scale.numel() == 1:
             zero = torch.zeros((), dtype=torch.int8, device=self.weight_codes.device)
             scale = self.weight_scale.reshape(())
@@ -183,14 +184,17 @@ class QuantizedLayer(nn.Module):
             weight = dequantize_per_channel(self.weight_codes, self.weight_scale, self._weight_axis)
         if self._weight_groups > 1:
             weight = from_output_major(weight, ch_axis=1, groups=self._weight_groups)
-        return weight.to(self._dtype)
+        return cast(weight, self._dtype)
 
-    @property
-    def bias(self) -> Tensor | None:  # type: ignore[override]
-        """The dequantized bias, or ``None``."""
+    def _dequantized_bias(self) -> Tensor | None:
         if self.bias_codes is None or self.bias_scale is None:
             return None
-        return dequantize_per_channel(self.bias_codes, self.bias_scale).to(self._dtype)
+        return cast(dequantize_per_channel(self.bias_codes, self.bias_scale), self._dtype)
+
+    weight: Any = property(
+        _dequantized_weight, doc="The dequantized weight, in the layout and dtype of the float one."
+    )
+    bias: Any = property(_dequantized_bias, doc="The dequantized bias, or ``None``.")
 
     def forward(self, input: Tensor, *args: Any) -> Tensor:
         """Run the float operator on the dequantized input, weight and bias."""
@@ -208,6 +212,7 @@ class QuantizedLayer(nn.Module):
         self._remember_numbers()
 
     def extra_repr(self) -> str:
+        """Add the form of the weight to the float layer's text."""
         scales = "per channel" if self.weight_scale.numel() > 1 else "per tensor"
         return f"{super().extra_repr()}, weight=int8 {scales}"
 

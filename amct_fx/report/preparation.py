@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
-from amct_fx.config import ModelFacts
-from amct_fx.graph import Capture, Island
+    from amct_fx.config import ModelFacts
+    from amct_fx.graph import Capture, Island
 
 __all__ = ["LayerDecision", "Preparation", "preparation_of", "record_preparation"]
 
@@ -17,7 +19,7 @@ _ATTRIBUTE = "_amct_preparation"
 
 @dataclass(frozen=True)
 class LayerDecision:
-    """One layer of a quantizable type; ``reason`` says why it stays float, ``None`` if it does not."""
+    """One layer of a quantizable type; ``reason`` says why it stays float, else ``None``."""
 
     name: str
     layer_type: str

@@ -1,0 +1,72 @@
+"""Which batch norm a convolution absorbs at conversion, and its eval-mode arithmetic.
+
+Source: spec/quantization.md section 4.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from amct_fx.errors import AmctWarning
+from amct_fx.graph import batch_norm_after, module_of
+from amct_fx.nn.integer import BatchNormAffine, batch_norm_affine
+
+__all__ = ["foldable_batch_norm"]
+
+_FOLDABLE = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def foldable_batch_norm(
+    node: fx.Node, region: nn.Module, name: str
+) -> tuple[BatchNormAffine | None, fx.Node | None]:
+    """Find the batch norm behind a convolution that the integer weights can absorb.
+
+    Args:
+        node: The call of a layer.
+        region: The module that the graph belongs to.
+        name: Name of the layer, for the warning.
+
+    Returns:
+        The arithmetic and the node of the batch norm, or two ``None``: behind transposed
+        convolutions and Linear, with other readers of the convolution, without running statistics,
+        or when its values are not finite (with a warning).
+    """
+    following = batch_norm_after(node, region)
+    if following is None or not isinstance(module_of(node, region), _FOLDABLE):
+        return None, None
+    affine = _affine_of(following, region)
+    if affine is None:
+        return None, None
+    if not affine.is_finite:
+        message = f"the batch norm behind {name} is not finite in eval mode; it is not folded"
+        warnings.warn(message, AmctWarning, stacklevel=4)
+        return None, None
+    return affine, following
+
+
+def _affine_of(node: fx.Node, region: nn.Module) -> BatchNormAffine | None:
+    module = module_of(node, region)
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return batch_norm_affine(
+            module.running_mean, module.running_var, module.weight, module.bias, module.eps
+        )
+    arguments = node.normalized_arguments(region, normalize_to_only_use_kwargs=True)
+    if arguments is None or node.target is not F.batch_norm:
+        return None
+    values = arguments.kwargs
+    if values.get("training") not in (None, False):
+        return None
+    names = ("running_mean", "running_var", "weight", "bias")
+    mean, var, weight, bias = (_tensor_of(values.get(key), region) for key in names)
+    return batch_norm_affine(mean, var, weight, bias, float(values.get("eps", 1e-5)))
+
+
+def _tensor_of(value: object, region: nn.Module) -> Tensor | None:
+    if not isinstance(value, fx.Node):
+        return None
+    owner, _, name = str(value.target).rpartition(".")
+    tensor = getattr(region.get_submodule(owner), name)
+    return tensor if isinstance(tensor, Tensor) else None

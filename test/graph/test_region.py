@@ -1,0 +1,122 @@
+"""Modules that run a graph: identity, copies, pickles."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from amct_fx.graph import capture, fx_graph_of, install_graph, regions
+
+
+class Net(nn.Module):
+    """Uses modules, functions, methods, slices, constants, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.body = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU())
+        self.register_buffer("shift", torch.ones(1))
+        self.note = {"kept": True}
+
+    def forward(self, x: Tensor, gain: float = 2.0) -> dict[str, Tensor]:
+        x = F.max_pool2d(F.relu(self.conv(x), inplace=True), 2)
+        y = self.body(x)[:, 1:3].flatten(1) * gain + self.shift
+        return {"y": torch.cat([y, y.sigmoid()], dim=1), "none": None}
+
+    def custom(self) -> bool:
+        return self.note["kept"]
+
+
+def traced() -> Net:
+    torch.manual_seed(0)
+    model = Net()
+    for region in capture(model, lambda m: type(m) is nn.Conv2d).regions:
+        install_graph(region.module, region.graph)
+    return model
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def test_the_traced_module_computes_what_the_original_does(x):
+    model = traced()
+    torch.manual_seed(0)
+    assert torch.equal(model(x)["y"], Net()(x)["y"])
+    assert model(x)["none"] is None
+
+
+def test_it_is_still_an_instance_of_the_users_class():
+    model = traced()
+    assert isinstance(model, Net)
+    assert type(model).__name__ == "Net"
+    assert model.custom()
+    assert isinstance(model.body, nn.Sequential)
+    assert list(model.state_dict()) == list(Net().state_dict())
+
+
+def test_default_arguments_stay_arguments(x):
+    model = traced()
+    assert not torch.equal(model(x)["y"], model(x, gain=3.0)["y"])
+
+
+def test_it_has_no_graph_attribute_that_exporters_take_for_torchscript():
+    assert not hasattr(traced(), "graph")
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies_compute_the_same_and_own_their_parameters(how, x):
+    model = traced()
+    if how == "deepcopy":
+        clone = copy.deepcopy(model)
+    elif how == "pickle":
+        clone = pickle.loads(pickle.dumps(model))
+    else:
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        clone = torch.load(buffer, weights_only=False)
+    assert torch.equal(clone(x)["y"], model(x)["y"])
+    assert str(fx_graph_of(clone)) == str(fx_graph_of(model))
+    assert isinstance(clone, Net)
+    with torch.no_grad():
+        clone.conv.weight.zero_()
+    assert not torch.equal(clone(x)["y"], model(x)["y"])
+
+
+def test_a_copy_of_a_copy_works(x):
+    model = traced()
+    assert torch.equal(copy.deepcopy(copy.deepcopy(model))(x)["y"], model(x)["y"])
+
+
+def test_installing_again_after_a_change_of_the_graph(x):
+    model = traced()
+    graph = fx_graph_of(model)
+    relu = next(node for node in graph.nodes if node.target is F.relu)
+    relu.replace_all_uses_with(relu.args[0])
+    graph.erase_node(relu)
+    install_graph(model, graph)
+    assert not torch.equal(model(x)["y"], traced()(x)["y"])
+
+
+def test_fx_graph_of_an_ordinary_module_is_refused():
+    with pytest.raises(TypeError, match="Net runs its own forward"):
+        fx_graph_of(Net())
+
+
+def test_regions_are_found_by_name():
+    model = nn.ModuleDict({"a": traced(), "b": nn.ReLU()})
+    assert [name for name, _ in regions(model)] == ["a"]
+
+
+def test_torch_compile_takes_it_whole(x):
+    model = traced()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.allclose(compiled(x)["y"], model(x)["y"])
