@@ -81,12 +81,12 @@ class _Scanner:
         """Scan the whole file."""
         root = Node("", Source(self._file))
         while not self._tokens.AtEnd():
-            root.children.extend(self._field(descriptor))
+            root.children.extend(self._field(descriptor, ""))
         return root
 
-    def _field(self, parent: Any) -> list[Node]:
+    def _field(self, parent: Any, inside: str) -> list[Node]:
         """Scan one field of the message ``parent``; several nodes for the short form."""
-        name = self._name(parent)
+        name = self._name(parent, inside)
         source = self._consumed()
         descriptor = parent.fields_by_name[name]
         is_message = descriptor.message_type is not None
@@ -108,15 +108,15 @@ class _Scanner:
             self._tokens.TryConsume(";")
         return nodes
 
-    def _name(self, parent: Any) -> str:
-        """Consume a field name that ``parent`` has."""
+    def _name(self, parent: Any, inside: str) -> str:
+        """Consume a field name that ``parent``, the message of the field ``inside``, has."""
         name = str(self._tokens.token)
         if not (name.isidentifier() or name.isalnum()):
             message = "expected a field name"
             raise self._error(message)
         if name not in parent.fields_by_name:
             choices = list(parent.fields_by_name)
-            where = f" in {parent.name}" if parent.containing_type else ""
+            where = f" in {inside}" if inside else ""
             hint = did_you_mean(name, choices)
             message = f"unknown field {name!r}{where}{hint} (valid fields: {', '.join(choices)})"
             raise self._error(
@@ -157,7 +157,7 @@ class _Scanner:
             if self._tokens.AtEnd():
                 message = f"the '{closing}' that closes {node.name} is missing"
                 raise node.source.error(message)
-            node.children.extend(self._field(node.descriptor.message_type))
+            node.children.extend(self._field(node.descriptor.message_type, node.name))
 
     def _consumed(self) -> Source:
         """Return the place of the token that was consumed last."""
