@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from amct_fx_demo import DemoResult
 from typer.testing import CliRunner, Result
 
+import amct_fx
 from amct_fx import cli
 from amct_fx.errors import ConfigError
 
@@ -48,10 +50,10 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(cli.app, arguments)
 
 
-def test_version_is_the_one_of_the_distribution() -> None:
+def test_version_is_the_one_of_the_package() -> None:
     result = run("--version")
     assert result.exit_code == 0
-    assert result.output.startswith("amct-fx ")
+    assert result.output == f"amct-fx {amct_fx.__version__}\n"
 
 
 def test_without_a_command_the_help_is_shown() -> None:
@@ -167,7 +169,11 @@ def run_script(prelude: str, *arguments: str) -> subprocess.CompletedProcess[str
     """Run the command in a fresh interpreter, after the statements of ``prelude``."""
     code = f"import sys; {prelude}; from amct_fx.cli import main; main()"
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
