@@ -1,0 +1,253 @@
+"""IFMR: find the start of an activation range by searching 61 candidates.
+
+The search runs once per quantizer, over the elements of all calibration batches. Batches are
+visited in chunks that stay in the cache, so the peak memory beside the data is one buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from amct_fx.errors import CalibrationError
+from amct_fx.observers._checks import check_floating, check_num_bits
+from amct_fx.observers._ulq import EPS
+
+_PERCENTILE = 0.999999
+_CANDIDATES = 61
+_CPU_CHUNK = 8192
+_DEVICE_CHUNK = 1 << 18
+_SAFE_RANGE = 1e15  # squares of larger errors could leave float32
+
+
+@dataclass(frozen=True)
+class IFMRResult:
+    """What the search found.
+
+    Attributes:
+        clip_max: Upper clip, float32 ``(1,)``.
+        clip_min: Lower clip, float32 ``(1,)``.
+        scale: Winning scale, float32 ``(1,)``.
+        offset: Winning offset, int32 ``(1,)``; 0 in the symmetric search.
+        index: Index of the winner.
+        candidates: Scale of each candidate, float32 ``(61,)``.
+        losses: Mean squared error of each candidate, float64 ``(61,)``.
+    """
+
+    clip_max: Tensor
+    clip_min: Tensor
+    scale: Tensor
+    offset: Tensor
+    index: int
+    candidates: Tensor
+    losses: Tensor
+
+
+def flatten_in_memory_order(x: Tensor) -> Tensor:
+    """Return the elements of ``x`` as a vector, without a copy for any dense memory format."""
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=lambda axis: -strides[axis])
+    return x.permute(order).reshape(-1)
+
+
+def finite_extremes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return float32 ``(max, min)`` of shape ``(1,)``.
+
+    Raises:
+        CalibrationError: ``x`` holds NaN or infinity (also after conversion to float32).
+    """
+    smallest, largest = (t.to(torch.float32).reshape(1) for t in torch.aminmax(x.detach()))
+    if not bool(torch.isfinite(largest) & torch.isfinite(smallest)):
+        message = "NaN or infinity in the calibration data; look at the layers in front of it"
+        raise CalibrationError(message)
+    return largest, smallest
+
+
+def _kth_extremes(batches: Sequence[Tensor], k: int) -> tuple[Tensor, Tensor]:
+    """Return the k-th largest and the k-th smallest element of all batches, float32 0-d."""
+    tops: list[Tensor] = []
+    bottoms: list[Tensor] = []
+    for batch in batches:
+        keep = min(k, batch.numel())
+        tops.append(batch.topk(keep).values if k > 1 else batch.amax().reshape(1))
+        bottoms.append(batch.topk(keep, largest=False).values if k > 1 else batch.amin().reshape(1))
+    top = torch.cat(tops).to(torch.float32).topk(k).values[-1]
+    bottom = torch.cat(bottoms).to(torch.float32).topk(k, largest=False).values[-1]
+    return top, bottom
+
+
+def _losses(
+    batches: Sequence[Tensor],
+    scales: Tensor,
+    lowest: Tensor,
+    highest: Tensor,
+    largest: float,
+) -> Tensor:
+    """Return the mean squared error of every candidate, float64.
+
+    The errors are float32, their sums float64. When the data is so large that squares would
+    overflow, they are scaled by a power of two, which changes no bit.
+    """
+    device = scales.device
+    chunk = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
+    total = torch.zeros(len(scales), dtype=torch.float64, device=device)
+    buffer = torch.empty(len(scales), chunk, dtype=torch.float32, device=device)
+    s, low, high = scales[:, None], lowest[:, None], highest[:, None]
+    shrink = 2.0 ** -math.frexp(largest)[1] if largest > _SAFE_RANGE else 1.0
+    count = 0
+    for batch in batches:
+        count += batch.numel()
+        for part in batch.split(chunk):
+            values = part.to(torch.float32)
+            error = buffer[:, : len(values)]
+            torch.div(values, s, out=error)
+            error.round_().clamp_(low, high).mul_(s).sub_(values)
+            if shrink != 1.0:
+                error.mul_(shrink)
+            total += error.mul_(error).sum(1, dtype=torch.float64)
+    return total / (count * shrink * shrink)
+
+
+def ifmr_search(
+    x: Tensor | Sequence[Tensor], *, num_bits: int = 8, symmetric: bool = True
+) -> IFMRResult:
+    """Search the range with the least mean squared quantization error.
+
+    1. ``k = n - int(0.999999 n)``; ``M0 = max(0, k-th largest)``, ``m0 = min(0, k-th smallest)``
+       over all n elements.
+    2. Symmetric: ``A = max(|M0|, |m0|)``, candidates ``c_i = float32(0.7 + 0.01 i)·A`` for
+       i = 0 … 60, scale ``c_i / h`` if ``|M0| < |m0|`` else ``c_i / (h - 1)``. Asymmetric:
+       ``c_i`` from M0 alone, scale ``(c_i - m0) / Q``. A scale below :data:`EPS` becomes 1.
+    3. The first candidate with the least ``mean((fake_quantize(x) - x)²)`` wins.
+
+    Args:
+        x: A tensor, or the list of calibration batches; any shapes and floating dtypes, all on
+            one device. Empty batches are skipped.
+        num_bits: Width of the integer codes, 2 to 16.
+        symmetric: QAT always uses the symmetric search.
+
+    Returns:
+        The winner and the losses of all candidates.
+
+    Raises:
+        CalibrationError: No elements, or NaN or infinity among them.
+
+    Example:
+        >>> x = torch.tensor([0.1, 0.5, -0.3, 0.9, 2, -1.5, 0.7, 0.05, -0.01, 1.1])
+        >>> found = ifmr_search(x)
+        >>> print(found.index, f"{found.scale.item():.9g} {found.clip_max.item():.9g}")
+        36 0.0166929122 2.11999989
+    """
+    check_num_bits(num_bits)
+    tensors = [x] if isinstance(x, Tensor) else list(x)
+    for tensor in tensors:
+        check_floating(tensor, "calibration data")
+    with torch.no_grad():
+        batches = [flatten_in_memory_order(t.detach()) for t in tensors if t.numel()]
+        if not batches:
+            message = "no calibration data: every batch is empty"
+            raise CalibrationError(message)
+        for batch in batches:
+            finite_extremes(batch)
+        return _search(batches, num_bits, symmetric)
+
+
+def _search(batches: Sequence[Tensor], num_bits: int, symmetric: bool) -> IFMRResult:
+    """Run the search on flat, finite, non-empty batches."""
+    half = 2 ** (num_bits - 1)
+    count = sum(batch.numel() for batch in batches)
+    top, bottom = _kth_extremes(batches, count - int(_PERCENTILE * count))
+    top, bottom = top.clamp(min=0), bottom.clamp(max=0)
+    ratios = torch.tensor([0.7 + 0.01 * i for i in range(_CANDIDATES)], dtype=torch.float32)
+    ratios = ratios.to(top.device)
+    if symmetric:
+        limits = ratios * torch.maximum(top, bottom.abs())
+        steps = torch.full_like(limits, half - 1).masked_fill_(top < bottom.abs(), half)
+        scales = limits / steps
+        scales.masked_fill_(scales < EPS, 1.0)
+        offsets = torch.zeros_like(scales)
+        highest = (limits / scales).round_()
+        lowest = -highest
+    else:
+        scales = (ratios * top - bottom) / torch.full_like(ratios, 2 * half - 1)
+        scales.masked_fill_(scales < EPS, 1.0)
+        offsets = -(bottom / scales).round_() - half
+        lowest, highest = -half - offsets, half - 1 - offsets
+    largest = max(top.item(), -bottom.item())
+    losses = _losses(batches, scales, lowest, highest, largest)
+    index = losses.tolist().index(min(losses.tolist()))
+    scale, offset = scales[index].reshape(1), offsets[index].reshape(1)
+    return IFMRResult(
+        clip_max=(half - 1 - offset) * scale,
+        clip_min=-(half + offset) * scale,
+        scale=scale,
+        offset=offset.to(torch.int32),
+        index=index,
+        candidates=scales,
+        losses=losses,
+    )
+
+
+def ifmr_range(
+    x: Tensor | Sequence[Tensor], *, num_bits: int = 8, symmetric: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return the clips an activation quantizer starts with, see :func:`ifmr_search`.
+
+    Args:
+        x: A tensor, or the list of calibration batches; any shapes and floating dtypes.
+        num_bits: Width of the integer codes, 2 to 16.
+        symmetric: QAT always uses the symmetric search.
+
+    Returns:
+        ``(clip_max, clip_min)``, float32 of shape ``(1,)`` on the device of the data; symmetric:
+        ``((h - 1)·s, -h·s)``.
+
+    Raises:
+        CalibrationError: No elements, or NaN or infinity among them.
+
+    Example:
+        >>> clip_max, clip_min = ifmr_range(torch.full((4,), 3.3))
+        >>> print(f"{clip_max.item():.9g} {clip_min.item():.9g}")
+        3.29999995 -3.32598424
+        >>> ifmr_range([torch.zeros(3), torch.zeros(2, 2)])
+        (tensor([127.]), tensor([-128.]))
+    """
+    found = ifmr_search(x, num_bits=num_bits, symmetric=symmetric)
+    return found.clip_max, found.clip_min
+
+
+class BatchCollector:
+    """Gathers the calibration batches of one quantizer and searches when all are there.
+
+    Batches stay on their device and are dropped as soon as the search is done.
+
+    Args:
+        num_bits: Width of the integer codes.
+        batch_num: Number of batches to gather.
+        symmetric: Kind of search, see :func:`ifmr_search`.
+    """
+
+    def __init__(self, num_bits: int, batch_num: int, symmetric: bool = True) -> None:
+        self.num_bits = num_bits
+        self.batch_num = batch_num
+        self.symmetric = symmetric
+        self.batches: list[Tensor] = []
+
+    def add(self, x: Tensor) -> IFMRResult | None:
+        """Take one finite, non-empty batch; return the result when it was the last one.
+
+        The last batch is searched where it is; the others are copied, since the model may change
+        them in place.
+        """
+        if len(self.batches) + 1 < self.batch_num:
+            # Under inference_mode a plain clone would be an inference tensor.
+            with torch.inference_mode(False), torch.no_grad():
+                self.batches.append(x.detach().clone())
+            return None
+        found = ifmr_search([*self.batches, x], num_bits=self.num_bits, symmetric=self.symmetric)
+        self.batches.clear()
+        return found

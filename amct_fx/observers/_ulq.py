@@ -1,0 +1,245 @@
+"""ULQ: learned clips for activations (per tensor, asymmetric).
+
+Notation, as in the formulas below: ``b`` bits, ``h = 2**(b-1)``, ``Q = 2**b - 1``, codes from
+``qmin = -h`` to ``qmax = h - 1``; RNE is rounding half to even. All arithmetic is float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amct_fx.observers._checks import check_floating, check_num_bits
+
+EPS = 1.192092896e-7
+"""Float32 machine epsilon: a smaller scale counts as no range at all."""
+
+
+def ulq_effective_clips(
+    clip_max: Tensor,
+    clip_min: Tensor,
+    *,
+    fixed_min: bool = False,
+    previous: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Apply ``fixed_min`` and the guard against clips that crossed.
+
+    1. ``fixed_min`` sets the lower clip to 0.
+    2. The guard falls back on the previous clips, first match only: both when the clips are
+       equal, else the upper one when it is negative, else the lower one when it is positive.
+
+    Nothing is read on the host, nothing is written, autograd is not followed.
+
+    Args:
+        clip_max: Upper clip, shape ``(1,)`` or ``()``.
+        clip_min: Lower clip, same shape.
+        fixed_min: Force the lower clip to 0.
+        previous: Clips of the previous forward for the guard; ``None`` means no guard.
+
+    Returns:
+        Fresh float32 tensors ``(clip_max, clip_min)``, never views of the arguments.
+
+    Example:
+        >>> t = torch.tensor
+        >>> ulq_effective_clips(t([-0.2]), t([-0.9]), previous=(t([1.1]), t([-0.8])))
+        (tensor([1.1000]), tensor([-0.9000]))
+        >>> ulq_effective_clips(t([0.7]), t([0.7]), previous=(t([1.1]), t([-0.8])))
+        (tensor([1.1000]), tensor([-0.8000]))
+        >>> ulq_effective_clips(t([1.5]), t([-0.9]), fixed_min=True)
+        (tensor([1.5000]), tensor([0.]))
+    """
+    with torch.no_grad():
+        upper = clip_max.detach().to(torch.float32, copy=True)
+        if fixed_min:
+            lower = torch.zeros_like(upper)
+        else:
+            lower = clip_min.detach().to(torch.float32, copy=True)
+        if previous is None:
+            return upper, lower
+        last_upper, last_lower = (clip.detach().to(torch.float32) for clip in previous)
+        equal = (upper - lower) == 0
+        negative = upper < 0
+        use_upper = equal | negative
+        use_lower = equal | (~negative & (lower > 0))
+        return (
+            torch.where(use_upper, last_upper, upper),
+            torch.where(use_lower, last_lower, lower),
+        )
+
+
+def ulq_scale_offset(
+    clip_max: Tensor, clip_min: Tensor, num_bits: int, symmetric: bool
+) -> tuple[Tensor, Tensor]:
+    """Return scale and offset, both float32, of effective float32 clips.
+
+    The divisions by ``Q`` and ``h`` are divisions by tensors: accelerators turn a division by a
+    Python number into a multiplication with its reciprocal, which is another float.
+    """
+    half = 2 ** (num_bits - 1)
+    if symmetric:
+        above, below = clip_max.abs(), clip_min.abs()
+        steps = torch.full_like(above, half - 1).masked_fill_(above < below, half)
+        scale = torch.maximum(above, below) / steps
+        return scale.masked_fill_(scale < EPS, 1.0), torch.zeros_like(scale)
+    upper, lower = clip_max.clamp(min=0), clip_min.clamp(max=0)
+    scale = (upper - lower) / torch.full_like(upper, 2**num_bits - 1)
+    offset = -half - lower / scale
+    # A range of exactly zero has scale 0: the same case as any other scale below EPS.
+    empty = scale < EPS
+    return scale.masked_fill_(empty, 1.0), offset.masked_fill_(empty, -half).round_()
+
+
+def ulq_qparams(
+    clip_max: Tensor,
+    clip_min: Tensor,
+    *,
+    num_bits: int = 8,
+    symmetric: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Turn clips into a scale and an offset.
+
+    With ``M+ = max(M, 0)`` and ``m- = min(m, 0)``: ``s = (M+ - m-) / Q`` and
+    ``o = RNE(-h - m-/s)``; a scale below :data:`EPS` becomes 1 with offset ``-h``. Symmetric:
+    ``s = max(|M|, |m|) / (h - 1)``, or ``/ h`` when ``|M| < |m|``, and ``o = 0``.
+
+    Args:
+        clip_max: Upper clip M after the guard (see :func:`ulq_effective_clips`).
+        clip_min: Lower clip m, same shape.
+        num_bits: Width of the integer codes, 2 to 16.
+        symmetric: Use offset 0.
+
+    Returns:
+        ``(scale, offset)``: float32 and int32, of the shape of the clips. The real value of code
+        ``q`` is ``(q - offset) * scale``.
+
+    Example:
+        >>> scale, offset = ulq_qparams(torch.tensor([1.5]), torch.tensor([-0.9]))
+        >>> print(f"{scale.item():.9g} {offset.item()}")
+        0.00941176526 -32
+        >>> scale, offset = ulq_qparams(torch.tensor([2.5]), torch.tensor([-1.0]), symmetric=True)
+        >>> print(f"{scale.item():.9g} {offset.item()}")
+        0.0196850393 0
+    """
+    check_num_bits(num_bits)
+    upper, lower = ulq_effective_clips(clip_max, clip_min)
+    with torch.no_grad():
+        scale, offset = ulq_scale_offset(upper, lower, num_bits, symmetric)
+        return scale, offset.to(torch.int32)
+
+
+class _ULQFunction(torch.autograd.Function):
+    """Fake-quantize with the ULQ gradients.
+
+    The clips come twice: the original tensors receive the gradients, the effective ones (fresh
+    copies, see :func:`ulq_effective_clips`) are what forward computes with and backward saves. So
+    the parameters may be overwritten between forward and backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        clip_max: Tensor,
+        clip_min: Tensor,
+        upper: Tensor,
+        lower: Tensor,
+        scale: Tensor,
+        offset: Tensor,
+        num_bits: int,
+    ) -> Tensor:
+        """Return ``(clamp(RNE(x/s + o), qmin, qmax) - o) * s`` in the dtype of ``x``."""
+        ctx.save_for_backward(x, upper, lower, scale, offset)
+        ctx.num_bits = num_bits
+        half = 2 ** (num_bits - 1)
+        s, o = scale.reshape(()), offset.reshape(())
+        codes = (x.to(torch.float32) / s).add_(o).round_().clamp_(-half, half - 1)
+        return codes.sub_(o).mul_(s).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x and of the original clips.
+
+        With U, L the elements above and below the representable range, u = (M on U, m on L, x
+        elsewhere)/s and e = (RNE(u) - u)/Q: grad_x = g outside U and L, grad_M = Σ g·(e + U),
+        grad_m = Σ g·(L - e).
+        """
+        (grad,) = grads
+        x, upper, lower, scale, offset = ctx.saved_tensors
+        half = 2 ** (ctx.num_bits - 1)
+        shape = upper.shape
+        upper, lower, s, o = (t.reshape(()) for t in (upper, lower, scale, offset))
+        values = x.to(torch.float32)
+        above = values > s * (half - 1 - o)
+        below = values < s * (-half - o)
+        grad_x = grad_max = grad_min = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.where(above | below, 0.0, grad)
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            grad = grad.to(torch.float32)
+            u = torch.where(above, upper, torch.where(below, lower, values)).div_(s)
+            e = u.round().sub_(u).div_(2**ctx.num_bits - 1)
+            grad_max = torch.add(e, above).mul_(grad).sum().reshape(shape)
+            grad_min = e.neg_().add_(below).mul_(grad).sum().reshape(shape)
+        return grad_x, grad_max, grad_min, None, None, None, None, None
+
+
+def ulq_apply(
+    x: Tensor,
+    clips: tuple[Tensor, Tensor],
+    effective: tuple[Tensor, Tensor],
+    qparams: tuple[Tensor, Tensor],
+    num_bits: int,
+) -> Tensor:
+    """Fake-quantize ``x`` with ready-made effective clips and float (scale, offset)."""
+    result: Tensor = _ULQFunction.apply(x, *clips, *effective, *qparams, num_bits)  # type: ignore[no-untyped-call]
+    return result
+
+
+def ulq_fake_quantize(
+    x: Tensor,
+    clip_max: Tensor,
+    clip_min: Tensor,
+    *,
+    num_bits: int = 8,
+    fixed_min: bool = False,
+    previous: tuple[Tensor, Tensor] | None = None,
+    symmetric: bool = False,
+) -> Tensor:
+    """Simulate the quantization of an activation with learned clips.
+
+    ``y = (clamp(RNE(x/s + o), qmin, qmax) - o) * s`` with scale and offset of
+    :func:`ulq_qparams`. The gradients of the clips go to the tensors given here, also where
+    ``fixed_min`` or the guard replaced their values.
+
+    Args:
+        x: Activation of any shape, memory format and floating dtype.
+        clip_max: Upper clip, shape ``(1,)`` or ``()``.
+        clip_min: Lower clip, same shape.
+        num_bits: Width of the integer codes, 2 to 16.
+        fixed_min: Force the lower clip to 0.
+        previous: Clips of the previous forward for the guard, see :func:`ulq_effective_clips`.
+        symmetric: Use offset 0.
+
+    Returns:
+        The fake-quantized activation, shape, memory format and dtype of ``x``; differentiable in
+        ``x``, ``clip_max`` and ``clip_min``.
+
+    Example:
+        >>> x = torch.tensor([-1.6, -0.5, 0.03, 2.5])
+        >>> clip_max = torch.tensor([1.5], requires_grad=True)
+        >>> clip_min = torch.tensor([-0.9], requires_grad=True)
+        >>> y = ulq_fake_quantize(x, clip_max, clip_min)
+        >>> [f"{v:.9g}" for v in y.tolist()]
+        ['-0.903529465', '-0.498823553', '0.0282352958', '1.49647069']
+        >>> y.sum().backward()
+        >>> print(f"{clip_max.grad.item():.4f} {clip_min.grad.item():.4f}")
+        0.9968 1.0032
+    """
+    check_num_bits(num_bits)
+    check_floating(x, "x")
+    effective = ulq_effective_clips(clip_max, clip_min, fixed_min=fixed_min, previous=previous)
+    with torch.no_grad():
+        qparams = ulq_scale_offset(*effective, num_bits, symmetric)
+    return ulq_apply(x, (clip_max, clip_min), effective, qparams, num_bits)

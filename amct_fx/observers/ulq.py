@@ -1,0 +1,217 @@
+"""The fake-quantizer of activations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amct_fx.errors import CalibrationError, ConfigError
+from amct_fx.observers._base import AmctFakeQuantize, in_recomputation
+from amct_fx.observers._checks import check_clips, check_floating, check_positive_int
+from amct_fx.observers._ifmr import BatchCollector, finite_extremes
+from amct_fx.observers._ulq import (
+    ulq_apply,
+    ulq_effective_clips,
+    ulq_qparams,
+    ulq_scale_offset,
+)
+
+Clips = tuple[Tensor, Tensor]
+
+
+class ULQFakeQuantize(AmctFakeQuantize):
+    """Fake-quantizes an activation with learned clips (ULQ), started by IFMR.
+
+    Per tensor and asymmetric. The first ``batch_num`` forwards, in training and evaluation alike,
+    calibrate: forwards 1 … N-1 use the extremes of their own batch, forward N searches the range
+    over all N batches. From then on the clips are ordinary learned parameters; only training
+    forwards write (the clips after the guard, in place), evaluation writes nothing, and nothing is
+    read on the host.
+
+    Args:
+        num_bits: Width of the integer codes, 2 to 16.
+        fixed_min: Force the lower clip to 0; ``None`` (automatic) counts as false here.
+        clip_max: Explicit upper clip, > 0; then ``clip_min`` is needed too, and no calibration
+            takes place.
+        clip_min: Explicit lower clip, < 0.
+        batch_num: Number of calibration batches N.
+        symmetric: Use offset 0.
+        layer_name: Name for messages.
+        factory_kwargs: ``device`` of the parameters, as torch.ao's layers pass it.
+
+    Attributes:
+        clip_max: Learned upper clip, float32 ``(1,)``.
+        clip_min: Learned lower clip, float32 ``(1,)``.
+        clip_max_prev: Upper clip of the last writing forward, float32 ``(1,)``; for the guard.
+        clip_min_prev: Lower clip of the last writing forward.
+        scale: Scale of the last writing forward, float32 ``(1,)``.
+        zero_point: Offset of the last writing forward, int32 ``(1,)``.
+        calibrated: Greater than 0 once the range is known, float32 ``(1,)``.
+
+    Example:
+        >>> fake_quant = ULQFakeQuantize(batch_num=2)
+        >>> fake_quant
+        ULQFakeQuantize(num_bits=8, fixed_min=auto, calibrating 0/2)
+        >>> _ = fake_quant(torch.tensor([0.9923644662, 0.0664103478]))
+        >>> scale, zero_point = fake_quant.calculate_qparams()
+        >>> print(f"{scale.item():.8g} {zero_point.item()}")
+        0.0038916254 -128
+        >>> _ = fake_quant(torch.tensor([-0.5, 0.25]))
+        >>> fake_quant
+        ULQFakeQuantize(num_bits=8, fixed_min=auto, clip_max=1.22061, clip_min=-1.23022, \
+scale=0.00961109, zero_point=0, learning)
+    """
+
+    clip_max_prev: Tensor
+    clip_min_prev: Tensor
+    calibrated: Tensor
+
+    def __init__(
+        self,
+        *,
+        num_bits: int = 8,
+        fixed_min: bool | None = None,
+        clip_max: float | None = None,
+        clip_min: float | None = None,
+        batch_num: int = 1,
+        symmetric: bool = False,
+        layer_name: str = "",
+        factory_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        scheme = torch.per_tensor_symmetric if symmetric else torch.per_tensor_affine
+        super().__init__(num_bits=num_bits, qscheme=scheme, layer_name=layer_name)
+        try:
+            clips = check_clips(clip_max, clip_min)
+        except ConfigError as error:
+            message = f"{self._label()}{error.message}"
+            raise ConfigError(message) from None
+        self.fixed_min = fixed_min
+        self.batch_num = check_positive_int("batch_num", batch_num)
+        self.symmetric = symmetric
+        self._calibrated = clips is not None
+        self._collector = BatchCollector(num_bits, batch_num)
+        flag = torch.zeros(1, device=(factory_kwargs or {}).get("device"), dtype=torch.float32)
+        upper, lower = clips or (1.0, -1.0)
+        self.clip_max = torch.nn.Parameter(torch.full_like(flag, upper))
+        self.clip_min = torch.nn.Parameter(torch.full_like(flag, lower))
+        self.register_buffer("clip_max_prev", torch.full_like(flag, upper))
+        self.register_buffer("clip_min_prev", torch.full_like(flag, lower))
+        scale, zero_point = ulq_qparams(
+            *self._effective_clips(), num_bits=num_bits, symmetric=symmetric
+        )
+        self.register_buffer("scale", scale)
+        self.register_buffer("zero_point", zero_point)
+        self.register_buffer("calibrated", flag.fill_(float(self._calibrated)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Fake-quantize ``x``.
+
+        Args:
+            x: Activation, any shape, memory format and floating dtype.
+
+        Returns:
+            The fake-quantized activation, or ``x`` itself while fake-quantization is switched off.
+
+        Raises:
+            CalibrationError: NaN or infinity in a calibration batch; nothing has changed then.
+            ModelTypeError: ``x`` is not a floating point tensor.
+        """
+        check_floating(x, f"{self._label()}the input of the activation quantizer")
+        if not self._notice_calibration():
+            return self._calibrate(x)
+        if not self._fake_quant_on:
+            return x
+        return self._quantize(x, self._effective_clips(), write=self.training)
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Return ``(scale, zero_point)`` of the current clips; nothing is written.
+
+        Returns:
+            float32 ``(1,)`` and int32 ``(1,)``.
+        """
+        return ulq_qparams(
+            *self._effective_clips(), num_bits=self.num_bits, symmetric=self.symmetric
+        )
+
+    def extra_repr(self) -> str:
+        """Return bits, clips, scale, zero point and state."""
+        fixed_min = "auto" if self.fixed_min is None else self.fixed_min
+        parts = [f"num_bits={self.num_bits}", f"fixed_min={fixed_min}"]
+        if self.symmetric:
+            parts.append("symmetric=True")
+        if not self._calibrated:
+            parts.append(f"calibrating {self._batches_seen}/{self.batch_num}")
+        elif self.clip_max.is_meta:
+            parts.append("meta")
+        else:
+            (upper, lower), (scale, zero) = self._effective_clips(), self.calculate_qparams()
+            parts += [
+                f"clip_max={upper.item():.6g}",
+                f"clip_min={lower.item():.6g}",
+                f"scale={scale.item():.6g}",
+                f"zero_point={int(zero.item())}",
+                "learning" if self.clip_max.requires_grad else "frozen",
+            ]
+        return ", ".join(parts) + self._switches_repr()
+
+    def _effective_clips(self) -> Clips:
+        """Return the current clips after ``fixed_min`` and the guard, fresh float32 tensors."""
+        return ulq_effective_clips(
+            self.clip_max,
+            self.clip_min,
+            fixed_min=bool(self.fixed_min),
+            previous=(self.clip_max_prev, self.clip_min_prev),
+        )
+
+    def _quantize(self, x: Tensor, effective: Clips, *, write: bool) -> Tensor:
+        """Fake-quantize with effective clips; ``write`` keeps them and their scale."""
+        with torch.no_grad():
+            qparams = ulq_scale_offset(*effective, self.num_bits, self.symmetric)
+        y = ulq_apply(x, (self.clip_max, self.clip_min), effective, qparams, self.num_bits)
+        if write:
+            self._write(effective, qparams)
+        return y
+
+    @torch.no_grad()
+    def _write(self, effective: Clips, qparams: Clips) -> None:
+        """Store clips, scale and offset in place."""
+        for target, value in (
+            (self.clip_max, effective[0]),
+            (self.clip_min, effective[1]),
+            (self.clip_max_prev, effective[0]),
+            (self.clip_min_prev, effective[1]),
+            (self.scale, qparams[0]),
+            (self.zero_point, qparams[1]),
+        ):
+            target.copy_(value)
+
+    def _calibrate(self, x: Tensor) -> Tensor:
+        """Run one forward while the range is not known yet."""
+        if not self._observer_on or x.numel() == 0:
+            return x
+        try:
+            clips = finite_extremes(x)
+        except CalibrationError as error:
+            message = f"{self._label()}{error}"
+            raise CalibrationError(message) from None
+        recomputed = in_recomputation()
+        if not recomputed:
+            found = self._collector.add(x)
+            self._batches_seen += 1
+            if found is not None:
+                clips = found.clip_max, found.clip_min
+                self.calibrated.fill_(1.0)
+                self._calibrated = True
+        effective = ulq_effective_clips(*clips, fixed_min=bool(self.fixed_min))
+        if self._fake_quant_on:
+            return self._quantize(x, effective, write=not recomputed)
+        if not recomputed:
+            self._write(effective, ulq_scale_offset(*effective, self.num_bits, self.symmetric))
+        return x
+
+    def _after_load(self) -> None:
+        """Drop batches collected before the load."""
+        super()._after_load()
+        self._collector.batches.clear()
