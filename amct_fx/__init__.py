@@ -1,1 +1,48 @@
-"""amct_fx: AMCT's quantization, pruning and distillation as a torch.fx / torch.ao-style plugin."""
+"""amct_fx: quantization-aware training from AMCT's configuration files, as a torch.fx plugin.
+
+The four lines of use::
+
+    model = amct_fx.prepare_qat_amct(model, "quant.cfg")
+    train(model)
+    model = amct_fx.convert_amct(model)
+    torch.onnx.export(model, args, "model.onnx")
+"""
+
+from amct_fx.config import CompressionConfig, load_config
+from amct_fx.convert import convert_amct
+from amct_fx.errors import (
+    AmctError,
+    AmctWarning,
+    CalibrationError,
+    ConfigError,
+    ConfigFileNotFoundError,
+    ConfigTypeError,
+    ConvertError,
+    ModelError,
+    ModelStateError,
+    ModelTypeError,
+)
+from amct_fx.prepare import prepare_qat_amct
+from amct_fx.qconfig import get_qconfig_mapping
+from amct_fx.report import summarize
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AmctError",
+    "AmctWarning",
+    "CalibrationError",
+    "CompressionConfig",
+    "ConfigError",
+    "ConfigFileNotFoundError",
+    "ConfigTypeError",
+    "ConvertError",
+    "ModelError",
+    "ModelStateError",
+    "ModelTypeError",
+    "convert_amct",
+    "get_qconfig_mapping",
+    "load_config",
+    "prepare_qat_amct",
+    "summarize",
+]

@@ -31,7 +31,7 @@ from amct_fx.nn.quantized import Dequantize, Quantize, quantized_class_of
 __all__ = ["convert_amct"]
 
 
-def convert_amct(model: nn.Module, *, inplace: bool = False) -> nn.Module:
+def convert_amct(model: nn.Module) -> nn.Module:
     """Return the integer model of a prepared one.
 
     Weights become int8 codes, biases int32 codes, batch norms behind convolutions are folded, and
@@ -40,8 +40,8 @@ def convert_amct(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     initializers.
 
     Args:
-        model: A prepared model whose ranges were calibrated; its mode does not matter.
-        inplace: Change ``model`` itself.
+        model: A prepared model whose ranges were calibrated; its mode does not matter, and it is not
+            changed.
 
     Returns:
         The converted model, in eval mode.
@@ -62,7 +62,7 @@ def convert_amct(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     """
     check_prepared_model(model)
     _check_calibrated(model)
-    converted = (model if inplace else copy.deepcopy(model)).eval()
+    converted = copy.deepcopy(model).eval()
     with torch.no_grad():
         for name, region in list(regions(converted)):
             _convert_region(region, name)
