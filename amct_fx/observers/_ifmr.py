@@ -67,6 +67,19 @@ def finite_extremes(x: Tensor) -> tuple[Tensor, Tensor]:
     return largest, smallest
 
 
+def _ratios() -> Tensor:
+    """Return the 61 float32 ratios 0.7, 0.71, … 1.3.
+
+    They are rounded as in AMCT, whose vectorized ``arange`` rounds the first 48 in groups of eight;
+    eleven of them differ in the last bit from ``float32(0.7 + 0.01 * i)``. Spelled out here, since
+    today's ``torch.arange`` may group otherwise.
+    """
+    steps = 0.01 * torch.arange(_CANDIDATES, dtype=torch.float64)
+    starts = (0.7 + steps[:48:8]).to(torch.float32).to(torch.float64)
+    grouped = starts[:, None] + steps[:8]
+    return torch.cat([grouped.flatten(), 0.7 + steps[48:]]).to(torch.float32)
+
+
 def _kth_extremes(batches: Sequence[Tensor], k: int) -> tuple[Tensor, Tensor]:
     """Return the k-th largest and the k-th smallest element of all batches, float32 0-d."""
     tops: list[Tensor] = []
@@ -119,9 +132,9 @@ def ifmr_search(
 
     1. ``k = n - int(0.999999 n)``; ``M0 = max(0, k-th largest)``, ``m0 = min(0, k-th smallest)``
        over all n elements.
-    2. Symmetric: ``A = max(|M0|, |m0|)``, candidates ``c_i = float32(0.7 + 0.01 i)·A`` for
-       i = 0 … 60, scale ``c_i / h`` if ``|M0| < |m0|`` else ``c_i / (h - 1)``. Asymmetric:
-       ``c_i`` from M0 alone, scale ``(c_i - m0) / Q``. A scale below :data:`EPS` becomes 1.
+    2. Symmetric: ``A = max(|M0|, |m0|)``, candidates ``c_i = (0.7 + 0.01 i)·A`` for i = 0 … 60,
+       scale ``c_i / h`` if ``|M0| < |m0|`` else ``c_i / (h - 1)``. Asymmetric: ``c_i`` from M0
+       alone, scale ``(c_i - m0) / Q``. A scale below :data:`EPS` becomes 1.
     3. The first candidate with the least ``mean((fake_quantize(x) - x)²)`` wins.
 
     Args:
@@ -162,8 +175,7 @@ def _search(batches: Sequence[Tensor], num_bits: int, symmetric: bool) -> IFMRRe
     count = sum(batch.numel() for batch in batches)
     top, bottom = _kth_extremes(batches, count - int(_PERCENTILE * count))
     top, bottom = top.clamp(min=0), bottom.clamp(max=0)
-    ratios = torch.tensor([0.7 + 0.01 * i for i in range(_CANDIDATES)], dtype=torch.float32)
-    ratios = ratios.to(top.device)
+    ratios = _ratios().to(top.device)
     if symmetric:
         limits = ratios * torch.maximum(top, bottom.abs())
         steps = torch.full_like(limits, half - 1).masked_fill_(top < bottom.abs(), half)
