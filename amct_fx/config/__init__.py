@@ -6,6 +6,8 @@ the first file is read.
 
 from __future__ import annotations
 
+from amct_fx.config.dialect import detect_dialect, rename_layers, to_pytorch
+from amct_fx.config.json_config import dump_json, resolution_to_dict, save_json_config
 from amct_fx.config.load import load_config
 from amct_fx.config.resolve import resolve
 from amct_fx.config.schema import (
@@ -38,6 +40,12 @@ __all__ = [
     "Source",
     "TypeOverride",
     "WeightConfig",
+    "detect_dialect",
+    "dump_json",
     "load_config",
+    "rename_layers",
+    "resolution_to_dict",
     "resolve",
+    "save_json_config",
+    "to_pytorch",
 ]

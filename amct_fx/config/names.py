@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from amct_fx.config.layer_types import QUANTIZABLE_TYPES, LayerType, resolve_type
 from amct_fx.config.messages import listing, warn
-from amct_fx.config.schema import CompressionConfig, LayerOverride, TypeOverride
+from amct_fx.config.schema import SKIP_FIELDS, CompressionConfig, LayerOverride, TypeOverride
 from amct_fx.config.specs import LayerFacts, ModelFacts
 from amct_fx.errors import ConfigError, did_you_mean
 
@@ -68,7 +68,7 @@ class Lookup:
     def _entry(self, list_name: str, entry: str) -> str:
         source = self.config.skip_source(list_name, entry)
         place = f" ({source})" if source.line else ""
-        return f"{list_name} has {entry!r}{place}"
+        return f"{SKIP_FIELDS[list_name]} has {entry!r}{place}"
 
 
 def look_up_names(
@@ -177,24 +177,25 @@ class _Checker:
     def _skip_names(self, list_name: str, eligible: Callable[[LayerFacts], bool]) -> None:
         """Check the names in one skip list."""
         seen: set[str] = set()
+        label = SKIP_FIELDS[list_name]
         for name in getattr(self._config, list_name):
             source = self._config.skip_source(list_name, name)
             if name not in self._modules:
-                message = (
-                    f"{list_name} has {name!r}, which is not in the model{self._matches(name)}"
-                )
+                hint = self._matches(name)
+                message = f"{label} has {name!r}, which is not in the model{hint}"
                 raise source.error(message)
             if name in seen:
-                warn(f"{source}: {list_name} has {name!r} more than once")
+                warn(f"{source}: {label} has {name!r} more than once")
             seen.add(name)
             layer = self._layers.get(name)
             if layer is None or not eligible(layer):
                 reason = self._why_not(name) or "it is not pruned anyway"
-                warn(f"{source}: {list_name} has {name!r}, which has no effect: {reason}")
+                warn(f"{source}: {label} has {name!r}, which has no effect: {reason}")
 
     def _skip_types(self, list_name: str) -> list[tuple[LayerType, str]]:
         """Check the types in one skip list."""
         result: dict[tuple[str, bool], tuple[LayerType, str]] = {}
+        label = SKIP_FIELDS[list_name]
         for spelling in getattr(self._config, list_name):
             source = self._config.skip_source(list_name, spelling)
             layer_type = resolve_type(spelling, model_types=self._model_types, source=source)
@@ -203,15 +204,15 @@ class _Checker:
             if layer_type.key in result:
                 first = result[layer_type.key][1]
                 same = f" (as {first!r})" if first != spelling else ""
-                warn(f"{source}: {list_name} has {spelling!r} more than once{same}")
+                warn(f"{source}: {label} has {spelling!r} more than once{same}")
                 continue
             if not layer_type.quantizable:
                 warn(
-                    f"{source}: {list_name} has {spelling!r}, which has no effect: "
+                    f"{source}: {label} has {spelling!r}, which has no effect: "
                     "layers of this type are not quantized"
                 )
             elif self._dialect == "mindspore" and not self._present(layer_type):
-                warn(f"{source}: {list_name} has {spelling!r}, but the model has no such layer")
+                warn(f"{source}: {label} has {spelling!r}, but the model has no such layer")
             result[layer_type.key] = (layer_type, spelling)
         return list(result.values())
 

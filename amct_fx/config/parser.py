@@ -6,6 +6,7 @@ from typing import Any
 
 from amct_fx.config.halves import build, read_activation, read_prune, read_weight
 from amct_fx.config.schema import (
+    SKIP_FIELDS,
     CompressionConfig,
     LayerOverride,
     Source,
@@ -16,16 +17,6 @@ from amct_fx.config.textproto import Located, read_message
 from amct_fx.errors import ConfigError
 
 __all__ = ["ROOT_FIELDS", "parse_cfg"]
-
-#: Attribute of CompressionConfig: name of the field in the grammar.
-SKIP_FIELDS = {
-    "skip_layers": "skip_layers",
-    "skip_types": "skip_layer_types",
-    "quant_skip_layers": "quant_skip_layers",
-    "quant_skip_types": "quant_skip_types",
-    "prune_skip_layers": "regular_prune_skip_layers",
-    "prune_skip_types": "regular_prune_skip_types",
-}
 
 #: The fields that a file may begin with.
 ROOT_FIELDS = (
@@ -40,13 +31,20 @@ ROOT_FIELDS = (
 )
 
 
-def parse_cfg(text: str, *, file: str | None = None, dialect: str = "auto") -> CompressionConfig:
+def parse_cfg(
+    text: str,
+    *,
+    file: str | None = None,
+    dialect: str = "auto",
+    ignore_empty_prune: bool = False,
+) -> CompressionConfig:
     """Read the protobuf text format of AMCTRetrainConfig.
 
     Args:
         text: The file's content.
         file: Name of the file, for messages.
         dialect: ``"mindspore"`` refuses the fields that the MindSpore grammar lacks.
+        ignore_empty_prune: Take a ``prune_config`` without content for an absent one.
 
     Raises:
         ConfigError: When the text does not follow the grammar or a value is out of range.
@@ -69,7 +67,16 @@ def parse_cfg(text: str, *, file: str | None = None, dialect: str = "auto") -> C
     root = read_message(
         text, retrain_pb2.AMCTRetrainConfig(), file=file, schema=schema, schema_name="MindSpore"
     )
+    if ignore_empty_prune:
+        _drop_empty_prune(root.message)
     return _config(root, file)
+
+
+def _drop_empty_prune(message: Any) -> None:
+    """Take away each ``prune_config`` without content."""
+    for level in (message, *message.override_layer_configs, *message.override_layer_types):
+        if not level.prune_config.ListFields():
+            level.ClearField("prune_config")
 
 
 def _config(root: Located, file: str | None) -> CompressionConfig:

@@ -13,10 +13,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from amct_fx.config.floats import float32, shortest_float32
 from amct_fx.errors import ConfigError, ConfigTypeError
+
+if TYPE_CHECKING:
+    import os
 
 __all__ = [
     "ActivationConfig",
@@ -35,14 +38,16 @@ WeightAlgo: TypeAlias = Literal["arq_retrain", "ulq_retrain"]
 PrecisionMode: TypeAlias = Literal["FORCE_FP16_QUANT"]
 
 UINT32_MAX = 2**32 - 1
-SKIP_LISTS = (
-    "skip_layers",
-    "skip_types",
-    "quant_skip_layers",
-    "quant_skip_types",
-    "prune_skip_layers",
-    "prune_skip_types",
-)
+
+#: Skip list of CompressionConfig: name of the field in a file.
+SKIP_FIELDS = {
+    "skip_layers": "skip_layers",
+    "skip_types": "skip_layer_types",
+    "quant_skip_layers": "quant_skip_layers",
+    "quant_skip_types": "quant_skip_types",
+    "prune_skip_layers": "regular_prune_skip_layers",
+    "prune_skip_types": "regular_prune_skip_types",
+}
 
 
 class DataType(Enum):
@@ -302,7 +307,7 @@ class CompressionConfig:
             message = "batch_num must be at least 1, not 0"
             raise ConfigError(message)
         _check_halves(self)
-        for name in SKIP_LISTS:
+        for name in SKIP_FIELDS:
             object.__setattr__(self, name, _tuple_of(name, getattr(self, name), str))
         for name, kind in (("layer_overrides", LayerOverride), ("type_overrides", TypeOverride)):
             object.__setattr__(self, name, _tuple_of(name, getattr(self, name), kind))
@@ -310,6 +315,23 @@ class CompressionConfig:
             "fakequant_precision_mode", self.fakequant_precision_mode, ("FORCE_FP16_QUANT", None)
         )
         _check_type("resolved", self.resolved, bool)
+        if self.resolved:
+            self._check_resolved()
+
+    def _check_resolved(self) -> None:
+        """Raise ConfigError when there is something from which a layer could inherit."""
+        own = {"batch_num", "fakequant_precision_mode", "layer_overrides", "quant_skip_layers"}
+        for name in field_names(type(self)):
+            if name not in {*own, "resolved"} and getattr(self, name) not in ((), None):
+                message = f"a resolved configuration has settings by layer only, and no {name}"
+                raise ConfigError(message)
+        names = [override.name for override in self.layer_overrides]
+        if any(override.prune is not None for override in self.layer_overrides):
+            message = "a resolved configuration cannot prune"
+            raise ConfigError(message)
+        if len(set(names)) < len(names) or not set(names).issuperset(self.quant_skip_layers):
+            message = "a resolved configuration lists each layer once, disabled ones included"
+            raise ConfigError(message)
 
     def skip_source(self, list_name: str, entry: str) -> Source:
         """Return where ``entry`` stands in the skip list called ``list_name``.
@@ -319,6 +341,51 @@ class CompressionConfig:
             'the configuration'
         """
         return self.skip_sources.get((list_name, entry), Source(self.file))
+
+    @classmethod
+    def from_any(
+        cls, source: str | os.PathLike[str] | Mapping[str, Any] | CompressionConfig | None
+    ) -> CompressionConfig:
+        """Make a configuration from a path, a text, a dict or ``None``: :func:`load_config`.
+
+        Example:
+            >>> CompressionConfig.from_any({"batch_num": 2}).batch_num
+            2
+        """
+        from amct_fx.config.load import load_config
+
+        return load_config(source)
+
+    def to_cfg(self) -> str:
+        """Return the text of a ``.cfg`` file, with comments, that reads back equal.
+
+        Example:
+            >>> print(CompressionConfig(batch_num=2, skip_layers=("conv1",)).to_cfg())
+            # Batches that the range search collects at the start of training.
+            batch_num: 2
+            <BLANKLINE>
+            # Layers that are neither quantized nor pruned.
+            skip_layers: "conv1"
+            <BLANKLINE>
+        """
+        from amct_fx.config.writer import to_cfg
+
+        return to_cfg(self)
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """Return plain dicts, lists and values that :meth:`from_any` reads back equal.
+
+        The keys are the fields of a ``.cfg`` file. A configuration that was read from JSON gives
+        the keys of that JSON.
+
+        Example:
+            >>> CompressionConfig(batch_num=2, skip_layers=("conv1",)).to_json_dict()
+            {'batch_num': 2, 'skip_layers': ['conv1']}
+        """
+        from amct_fx.config.json_config import resolved_to_dict
+        from amct_fx.config.writer import to_fields
+
+        return resolved_to_dict(self) if self.resolved else to_fields(self)
 
     @property
     def overrides(self) -> tuple[LayerOverride | TypeOverride, ...]:
@@ -330,6 +397,11 @@ class CompressionConfig:
         """Whether any level says how to quantize."""
         levels = (self, *self.overrides)
         return any(level.activation is not None or level.weight is not None for level in levels)
+
+    @property
+    def has_prune_skips(self) -> bool:
+        """Whether a list names layers that are not pruned."""
+        return bool(self.prune_skip_layers or self.prune_skip_types)
 
     @property
     def has_prune_message(self) -> bool:

@@ -91,7 +91,7 @@ def test_what_does_not_fit_the_model_is_an_error(text: str, messages: list[str])
         ('skip_layers: "refl"', "skip_layers has 'refl', which has no effect: padding_mode"),
         ('skip_layers: "act"', "skip_layers has 'act', which has no effect: a ReLU"),
         ('quant_skip_layers: "refl"', "quant_skip_layers has 'refl', which has no effect"),
-        ('skip_layer_types: "ReLU"', "skip_types has 'ReLU', which has no effect"),
+        ('skip_layer_types: "ReLU"', "skip_layer_types has 'ReLU', which has no effect"),
         ('skip_layer_types: "nn.MaxPool2d"', "has 'nn.MaxPool2d', which has no effect"),
         ('skip_layer_types: "ConvTranspose3d"', "has 'ConvTranspose3d', which has no effect"),
         ('skip_layers: ["c1", "c1"]', "line 1: skip_layers has 'c1' more than once"),
