@@ -1,7 +1,7 @@
 """IFMR: find the start of an activation range by searching 61 candidates.
 
 The search runs once per quantizer, over the elements of all calibration batches. Batches are
-visited in chunks that stay in the cache, so the peak memory beside the data is one buffer.
+visited in chunks, so the peak memory beside the data is one buffer of 16 MB (64 MB on a GPU).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from amct_fx.observers._ulq import EPS
 
 _PERCENTILE = 0.999999
 _CANDIDATES = 61
-_CPU_CHUNK = 8192
+_CPU_CHUNK = 1 << 16
 _DEVICE_CHUNK = 1 << 18
 _SAFE_RANGE = 1e15  # squares of larger errors could leave float32
 
