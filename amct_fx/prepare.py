@@ -28,6 +28,7 @@ from amct_fx.graph import (
     layer_input,
     tensor_version,
 )
+from amct_fx.nn.fused import disable_fused_paths
 from amct_fx.nn.geometry import constructor_arguments
 from amct_fx.nn.qat import QATLayer, qat_class_of
 from amct_fx.qconfig import qconfig_for_layer, qconfig_mapping_from_resolution
@@ -107,6 +108,7 @@ def prepare_qat_amct(
     for name in captured.island_leaves:
         if name in qconfigs:
             _quantize_island_layer(prepared.get_submodule(name), name, qconfigs[name])
+    disable_fused_paths(prepared)
     preparation = Preparation.of(facts, qconfigs, captured)
     record_preparation(prepared, preparation)
     logger.info("%s", preparation.headline)

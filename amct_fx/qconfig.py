@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.ao.quantization import QConfig, QConfigMapping
@@ -79,16 +79,23 @@ def qconfig_for_layer(mapping: QConfigMapping, name: str, module: nn.Module) -> 
         name: Dotted name of the layer.
         module: The layer.
     """
-    prefix = name
-    while prefix:
-        if prefix in mapping.module_name_qconfigs:
-            return _as_qconfig(mapping.module_name_qconfigs[prefix])
-        prefix = prefix.rpartition(".")[0]
+    by_name = mapping.module_name_qconfigs
+    for prefix in _with_parents(name):
+        if prefix in by_name:
+            return _as_qconfig(by_name[prefix])
     for pattern, qconfig in mapping.module_name_regex_qconfigs.items():
         if re.match(pattern, name):
             return _as_qconfig(qconfig)
     by_type = mapping.object_type_qconfigs
     return _as_qconfig(by_type.get(type(module), mapping.global_qconfig))
+
+
+def _with_parents(name: str) -> Iterator[str]:
+    """Yield ``a.b.c``, ``a.b``, ``a``."""
+    yield name
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _as_qconfig(value: Any) -> QConfig | None:

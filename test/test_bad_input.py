@@ -40,7 +40,7 @@ def x() -> Tensor:
         (
             "retrain_data_quant_config { ulq_quantize { dst_type: INT7 } }",
             ValueError,
-            r"INT7.*INT4.*INT8.*INT16",
+            "INT4, INT8, INT16.*INT7",
         ),
         (
             "retrain_data_quant_config { ulq_quantize { clip_max_min { clip_max: 1 } } }",

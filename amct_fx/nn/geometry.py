@@ -95,4 +95,4 @@ def make_weight_fake_quant(
     per_channel = "num_channels" in arguments or arguments.get("ch_axis") is not None
     geometry = weight_geometry(module).as_arguments(per_channel=per_channel)
     fake_quant: FakeQuantizeBase = constructor(**geometry)
-    return fake_quant.to(weight.device)
+    return fake_quant.to(weight.device).train(module.training)
