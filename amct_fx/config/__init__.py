@@ -7,7 +7,8 @@ the first file is read.
 from __future__ import annotations
 
 from amct_fx.config.dialect import detect_dialect, rename_layers, to_pytorch
-from amct_fx.config.json_config import dump_json, resolution_to_dict, save_json_config
+from amct_fx.config.json_config import resolution_to_dict, save_json_config
+from amct_fx.config.json_object import dump_json
 from amct_fx.config.load import load_config
 from amct_fx.config.resolve import resolve
 from amct_fx.config.schema import (

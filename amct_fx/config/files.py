@@ -6,10 +6,14 @@ import errno
 import os
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from amct_fx.errors import ConfigError, ConfigFileNotFoundError, did_you_mean
+from amct_fx.errors import ConfigError, ConfigFileNotFoundError, ConfigTypeError, did_you_mean
 
-__all__ = ["MAX_BYTES", "read_text", "write_text"]
+if TYPE_CHECKING:
+    import re
+
+__all__ = ["MAX_BYTES", "read_source", "read_text", "write_text"]
 
 #: Larger files are refused at once; 4 MiB hold the settings of more than 10,000 layers.
 MAX_BYTES = 4 * 1024 * 1024
@@ -36,6 +40,29 @@ def read_text(path: str | os.PathLike[str]) -> str:
     except OSError as error:
         message = f"the file cannot be read: {error.strerror}"
         raise ConfigError(message, file=name) from error
+
+
+def read_source(source: object, starts: re.Pattern[str]) -> tuple[str, str | None]:
+    """Return a text and the file that it came from; ``None`` when the source is the text itself.
+
+    Args:
+        source: A path, or a text: a string that holds a line break, ``{`` or ``#``, or that begins
+            with a field.
+        starts: What a text begins with.
+    """
+    if isinstance(source, str):
+        if not source.strip():
+            message = "the configuration is an empty string; pass None for the defaults"
+            raise ConfigError(message)
+        if any(mark in source for mark in "\n{#") or starts.match(source):
+            check_size(len(source), None)
+            return source, None
+    path = os.fspath(source) if isinstance(source, os.PathLike) else source
+    if not isinstance(path, str):
+        kind = type(source).__name__
+        message = f"a configuration is a path, a text, a dict or None, not a {kind}"
+        raise ConfigTypeError(message)
+    return read_text(path), path
 
 
 def _read_bytes(path: Path) -> bytes:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from amct_fx.config.dialect import adopt_dialect, check_dialect, rename_layers
-from amct_fx.config.files import check_size, read_text
-from amct_fx.config.json_config import load_json, parse_json_config
+from amct_fx.config.files import read_source
+from amct_fx.config.json_config import parse_json_config
+from amct_fx.config.json_object import load_json
 from amct_fx.config.parser import ROOT_FIELDS, parse_cfg
 from amct_fx.config.schema import CompressionConfig
 from amct_fx.config.writer import fields_to_text
-from amct_fx.errors import ConfigError, ConfigTypeError
+from amct_fx.errors import ConfigError
 
-__all__ = ["is_cfg_text", "load_config"]
+if TYPE_CHECKING:
+    import os
+
+__all__ = ["load_config"]
 
 _STARTS_LIKE_CFG = re.compile(rf"\s*({'|'.join(ROOT_FIELDS)})\s*[:{{<]")
 
@@ -71,22 +74,8 @@ def _read(source: object, dialect: str, *, quant_only: bool) -> CompressionConfi
         return source
     if isinstance(source, Mapping):
         return _from_mapping(source, dialect)
-    if isinstance(source, str):
-        if not source.strip():
-            message = "the configuration is an empty string; pass None for the defaults"
-            raise ConfigError(message)
-        if is_cfg_text(source):
-            check_size(len(source), None)
-            return _from_text(source, None, dialect, quant_only=quant_only)
-    elif not isinstance(source, os.PathLike):
-        kind = type(source).__name__
-        message = f"a configuration is a path, a text, a dict or None, not a {kind}"
-        raise ConfigTypeError(message)
-    path = os.fspath(source)
-    if not isinstance(path, str):
-        message = f"the path of a configuration is a str, not {type(path).__name__}"
-        raise ConfigTypeError(message)
-    return _from_text(read_text(path), path, dialect, quant_only=quant_only)
+    text, file = read_source(source, _STARTS_LIKE_CFG)
+    return _from_text(text, file, dialect, quant_only=quant_only)
 
 
 def _from_text(text: str, file: str | None, dialect: str, *, quant_only: bool) -> CompressionConfig:
@@ -123,13 +112,3 @@ def _refuse_pruning(config: CompressionConfig) -> None:
         what, source = found[0]
         message = f"{what}: this call only quantizes; use prepare_qat_amct to prune as well"
         raise source.error(message)
-
-
-def is_cfg_text(source: str) -> bool:
-    """Tell whether a string is the text of a ``.cfg`` file and not the path of one.
-
-    Example:
-        >>> is_cfg_text("batch_num: 2"), is_cfg_text("batch_num.cfg")
-        (True, False)
-    """
-    return any(mark in source for mark in "\n{#") or bool(_STARTS_LIKE_CFG.match(source))

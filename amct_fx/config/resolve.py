@@ -43,6 +43,7 @@ def resolve(
     *,
     linear_channel_wise: bool = False,
     dialect: str = "auto",
+    skip_beats_override: bool = False,
 ) -> Resolution:
     """Decide for each eligible layer whether and how it is quantized and pruned.
 
@@ -51,6 +52,8 @@ def resolve(
         facts: Facts about the model.
         linear_channel_wise: Accept ``channel_wise: true`` in the override of a Linear by name.
         dialect: ``"auto"``, ``"pytorch"`` or ``"mindspore"``; there is more to warn of in the last.
+        skip_beats_override: A skip takes a layer out also when an override names it, as it is in
+            distillation; otherwise the override wins.
 
     Raises:
         ConfigError: When the configuration does not fit the model.
@@ -70,7 +73,7 @@ def resolve(
     eligible = [layer for layer in facts.layers if layer.eligible]
     _check_model(facts, quantize=quantize, prune=prune)
     lookup = look_up_names(config, facts, quantize=quantize, prune=prune, dialect=dialect)
-    resolver = _Resolver(config, lookup, quantize=quantize, prune=prune)
+    resolver = _Resolver(config, lookup, quantize, prune, skip_beats_override)
     specs = [resolver.spec(layer) for layer in eligible]
     resolver.warn()
     specs = _decide_channel_wise(specs, linear_channel_wise=linear_channel_wise)
@@ -96,6 +99,7 @@ class _Resolver:
     lookup: Lookup
     quantize: bool
     prune: bool
+    skip_beats_override: bool
 
     def __post_init__(self) -> None:
         self.reenabled: list[str] = []
@@ -143,6 +147,8 @@ class _Resolver:
             return "quantization is off: the configuration only prunes"
         if self.config.resolved:
             return skip or (None if overrides else "the configuration does not list it")
+        if skip and self.skip_beats_override:
+            return skip
         if any(item.activation is not None or item.weight is not None for item in overrides):
             if skip:
                 self.reenabled.append(layer.name)
