@@ -6,6 +6,7 @@ Source: spec/config.md section 5.
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from torch import nn
 
@@ -80,28 +81,15 @@ def _call_counts(model: nn.Module, captured: Capture) -> Counter[nn.Module]:
 def _layer_facts(name: str, module: nn.Module, calls: int, owners: Counter[int]) -> LayerFacts:
     reason = _own_reason(module) or _use_reason(module, calls, owners)
     layer_type = type(module).__name__
+    layer: Any = module  # the attributes below belong to its class
     if isinstance(module, nn.RNNBase):
-        sizes = (module.input_size, module.hidden_size)
-        return LayerFacts(name=name, layer_type=layer_type, packing_sizes=sizes, reason=reason)
-    if isinstance(module, nn.Linear):
-        sizes = (module.in_features,)
-        return LayerFacts(name=name, layer_type=layer_type, packing_sizes=sizes, reason=reason)
-    channels, groups = _channels_and_groups(module)
-    return LayerFacts(
-        name=name,
-        layer_type=layer_type,
-        groups=groups,
-        in_channels=channels,
-        packing_sizes=(channels,),
-        reason=reason,
-    )
-
-
-def _channels_and_groups(module: nn.Module) -> tuple[int, int]:
-    channels, groups = module.in_channels, module.groups
-    if not isinstance(channels, int) or not isinstance(groups, int):
-        raise AssertionError(module)
-    return channels, groups
+        sizes: dict[str, Any] = {"packing_sizes": (layer.input_size, layer.hidden_size)}
+    elif isinstance(module, nn.Linear):
+        sizes = {"packing_sizes": (layer.in_features,)}
+    else:
+        channels = layer.in_channels
+        sizes = {"packing_sizes": (channels,), "in_channels": channels, "groups": layer.groups}
+    return LayerFacts(name=name, layer_type=layer_type, reason=reason, **sizes)
 
 
 def _own_reason(module: nn.Module) -> str | None:

@@ -82,8 +82,10 @@ def check_supported(config: CompressionConfig) -> None:
     Raises:
         ConfigError: The configuration asks for pruning.
     """
-    overrides = (*config.layer_overrides, *config.type_overrides)
-    if config.prune is not None or any(entry.prune is not None for entry in overrides):
+    blocks = [config.prune]
+    blocks += [layer_override.prune for layer_override in config.layer_overrides]
+    blocks += [type_override.prune for type_override in config.type_overrides]
+    if any(block is not None for block in blocks):
         message = (
             "the configuration asks for pruning, which this version cannot do yet; "
             "remove its prune_config blocks"

@@ -24,6 +24,7 @@ from amct_fx.graph import (
     module_of,
     regions,
 )
+from amct_fx.nn.become import become
 from amct_fx.nn.integer import BatchNormAffine, integer_weight
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import Dequantize, Quantize, quantized_class_of
@@ -34,13 +35,14 @@ __all__ = ["convert_amct"]
 def convert_amct(model: nn.Module) -> nn.Module:
     """Return the integer model of a prepared one.
 
-    Weights become int8 codes, biases int32 codes, batch norms behind convolutions are folded, and
+    Weights become int8 codes, biases int32 codes, batch norms behind convolutions are folded,
     each input quantizer becomes a quantize and a dequantize. The result is an ordinary module in
     eval mode; ``torch.onnx.export`` writes it as QuantizeLinear/DequantizeLinear with INT8
     initializers.
 
     Args:
-        model: A prepared model whose ranges were calibrated; its mode does not matter, and it is not
+        model: A prepared model whose ranges were calibrated; its mode does not matter, and it is
+        not
             changed.
 
     Returns:
@@ -125,10 +127,9 @@ def _freeze(fake_quant: FakeQuantizeBase, name: str) -> Quantize:
 def _convert_layer(
     layer: QATLayer, quantize: Quantize, batch_norm: BatchNormAffine | None, name: str
 ) -> None:
-    scale, _ = layer.weight_fake_quant.calculate_qparams(layer.weight)
     integer = integer_weight(
         layer,
-        weight_scale=scale,
+        weight_scale=layer.weight_scale(),
         num_bits=getattr(layer.weight_fake_quant, "num_bits", 8),
         input_scale=quantize.scale,
         batch_norm=batch_norm,
@@ -137,11 +138,9 @@ def _convert_layer(
     quantizes_input, dtype = layer.quantizes_input, layer.weight.dtype
     for key in ("weight_fake_quant", "qconfig"):
         delattr(layer, key)
-    converted_class = quantized_class_of(layer.float_class)
-    layer.__class__ = converted_class
-    assert isinstance(layer, converted_class)
-    layer.adopt(integer, dtype)
-    layer.quantizes_input = quantizes_input
+    converted = become(layer, quantized_class_of(layer.float_class))
+    converted.adopt(integer, dtype)
+    converted.quantizes_input = quantizes_input
 
 
 def _bypass(batch_norm: fx.Node, layer: fx.Node, region: nn.Module) -> set[nn.Module]:

@@ -10,6 +10,10 @@ import torch
 hypothesis.settings.register_profile("amct_fx", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("amct_fx")
 
+# The networks of the tests are tiny: a second thread only waits, and the golden runs were recorded
+# with one.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:

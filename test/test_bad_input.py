@@ -132,7 +132,7 @@ def test_a_bias_overflow_names_the_layer_and_the_channel(x):
     with torch.no_grad():
         prepared.stem.weight[3] = 1e-4
         prepared.stem.bias[3] = 1e9
-    with pytest.raises(AmctError, match="stem.*channel 3.*int32") as error:
+    with pytest.raises(AmctError, match=r"stem.*channel 3.*int32") as error:
         convert_amct(prepared)
     assert isinstance(error.value, RuntimeError)
 
@@ -142,7 +142,7 @@ def test_weights_that_became_nan_in_training_are_refused(x):
     prepared(x)
     with torch.no_grad():
         prepared.head.weight.fill_(float("nan"))
-    with pytest.raises(AmctError, match="head.*NaN"):
+    with pytest.raises(AmctError, match=r"head.*NaN"):
         convert_amct(prepared)
 
 

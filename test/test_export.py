@@ -137,7 +137,9 @@ def test_int16_activations_export_at_opset_21(tmp_path):
     prepared(example())
     model = convert_amct(prepared)
     export(model, example(), tmp_path / "m.onnx", dynamo=True, dynamic=False, opset=21)
-    (result,) = onnxruntime.InferenceSession(tmp_path / "m.onnx").run(None, {"x": example().numpy()})
+    (result,) = onnxruntime.InferenceSession(tmp_path / "m.onnx").run(
+        None, {"x": example().numpy()}
+    )
     assert torch.allclose(torch.from_numpy(result), model(example()), atol=1e-3)
 
 

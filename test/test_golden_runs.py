@@ -17,6 +17,7 @@ from amct_fx import convert_amct, prepare_qat_amct
 
 from .golden.reader import RUNS, Run, load_run
 
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()

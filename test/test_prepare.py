@@ -186,11 +186,11 @@ def test_every_learnable_exists_after_prepare(x):
     }
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-def test_the_users_own_loop_trains_it(optimizer):
+@pytest.mark.parametrize(("optimizer", "lr"), [(torch.optim.SGD, 0.5), (torch.optim.AdamW, 0.05)])
+def test_the_users_own_loop_trains_it(optimizer, lr):
     torch.manual_seed(0)
     prepared = prepare_qat_amct(Net())
-    opt = optimizer(prepared.parameters(), lr=0.05)
+    opt = optimizer(prepared.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.StepLR(opt, 20, 0.5)
     y = torch.arange(16) % 4
     x = example(16) + y[:, None, None, None]

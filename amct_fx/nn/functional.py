@@ -39,7 +39,7 @@ class QParams(NamedTuple):
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x`` as ``dtype``; unlike ``x.to`` it leaves no Cast in a file when nothing changes."""
+    """Return ``x`` as ``dtype``; unlike ``x.to`` it leaves no Cast in a file for no change."""
     return x if x.dtype == dtype else x.to(dtype)
 
 

@@ -96,6 +96,12 @@ class QATLayer(nn.Module):
         """Return the tensor the float operator runs on."""
         return self.input_fake_quant(input) if self.quantizes_input else input
 
+    def weight_scale(self) -> Tensor:
+        """Return today's scale of the weight: float32, one value or one for each output channel."""
+        fake_quant: Any = self.weight_fake_quant
+        scale: Tensor = fake_quant.calculate_qparams(self.weight.detach())[0]
+        return scale
+
     def quantized_weight(self) -> Tensor:
         """Return the fake-quantized weight, in the shape and dtype of ``weight``."""
         quantized: Tensor = self.weight_fake_quant(self.weight)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict, astuple, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import fx, nn
 from torch.ao.quantization import FakeQuantizeBase
 
 from amct_fx.errors import ModelStateError
 from amct_fx.graph import fx_graph_of, layer_input, module_of, regions
-from amct_fx.graph.tracer import Island
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import Dequantize, Quantize, QuantizedLayer
 from amct_fx.report.preparation import LayerDecision, preparation_of
+
+if TYPE_CHECKING:
+    from torch import fx, nn
+
+    from amct_fx.graph.tracer import Island
 
 __all__ = ["Summary", "SummaryRow", "summarize"]
 
@@ -75,11 +77,10 @@ def summarize(model: nn.Module) -> Summary:
     Example:
         >>> from amct_fx import prepare_qat_amct
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
-        >>> print(summarize(prepare_qat_amct(model, 'skip_layers: "2"')))
-        name  type    state  input                   weight                reason
-        0     Conv2d  qat    8 bits, not calibrated  8 bits, 8 scales
-        2     Conv2d  float                                                the configuration skips it
-        1 of 2 layers quantized
+        >>> print(summarize(prepare_qat_amct(model, 'skip_layers: "2"')))  # doctest:
+        +NORMALIZE_WHITESPACE name  type    state  input                   weight            reason
+        0     Conv2d  qat    8 bits, not calibrated  8 bits, 8 scales 2     Conv2d  float
+        the configuration skips it 1 of 2 layers quantized
     """
     preparation = preparation_of(model)
     if preparation is None:
@@ -99,7 +100,7 @@ def _row(
 ) -> SummaryRow:
     state, weight = "float", ""
     if isinstance(module, QATLayer):
-        state, weight = "qat", _weight_text(module.weight_fake_quant, module)
+        state, weight = "qat", _weight_text(module)
     elif isinstance(module, QuantizedLayer):
         state, weight = "int8", f"int8, {_count(module.weight_scale.numel(), 'scale')}"
     source = ""
@@ -153,11 +154,9 @@ def _input_text(quantizer: nn.Module) -> str:
     return f"{bits} bits, scale={float(scale):.6g}, zero_point={int(zero_point)}"
 
 
-def _weight_text(fake_quant: FakeQuantizeBase, layer: nn.Module) -> str:
-    bits = getattr(fake_quant, "num_bits", 8)
-    with torch.no_grad():
-        scale, _ = fake_quant.calculate_qparams(layer.weight)
-    return f"{bits} bits, {_count(scale.numel(), 'scale')}"
+def _weight_text(layer: QATLayer) -> str:
+    bits = getattr(layer.weight_fake_quant, "num_bits", 8)
+    return f"{bits} bits, {_count(layer.weight_scale().numel(), 'scale')}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -523,9 +523,8 @@ def build(name, seed=0):
     torch.manual_seed(seed)
     m = globals()[name]()
     g = torch.Generator().manual_seed(seed + 1000)
-    with (
-        torch.no_grad()
-    ):  # give the channels clearly different norms and the batch norms non-trivial statistics
+    # give the channels clearly different norms and the batch norms non-trivial statistics
+    with torch.no_grad():
         for mod in m.modules():
             if isinstance(mod, (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)):
                 mod.weight.mul_(

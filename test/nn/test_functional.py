@@ -82,11 +82,8 @@ def test_a_loaded_state_dict_also_renews_the_numbers_for_export():
 def test_collect_codes_removes_its_hooks_after_an_error():
     model = torch.nn.Sequential(Quantize(0.5, 0))
 
-    def fail() -> None:
-        with collect_codes(model):
-            raise KeyError
-
-    pytest.raises(KeyError, fail)
+    with pytest.raises(KeyError), collect_codes(model):
+        raise KeyError
     assert not model[0]._forward_hooks
 
 
