@@ -77,6 +77,8 @@ def prepare_qat_amct(
         ModelTypeError: ``model`` is no ``nn.Module``.
 
     Example:
+        >>> import torch
+        >>> from torch import nn
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
         >>> prepared = prepare_qat_amct(model, 'skip_layers: "2"')
         >>> type(prepared[0]).__module__, type(prepared[2]).__module__

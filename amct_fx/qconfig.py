@@ -50,6 +50,7 @@ def get_qconfig_mapping(
         ConfigError: If the configuration is wrong, or does not fit the model.
 
     Example:
+        >>> from torch import nn
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
         >>> mapping = get_qconfig_mapping('skip_layers: "0"', model)
         >>> [(name, qconfig is not None) for name, qconfig in mapping.module_name_qconfigs.items()]

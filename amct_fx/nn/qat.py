@@ -64,6 +64,8 @@ class QATLayer(nn.Module):
             TypeError: If ``module`` is of another class, or no ``qconfig`` is known.
 
         Example:
+            >>> import torch
+            >>> from torch.ao.quantization import QConfig
             >>> from amct_fx.observers import ARQFakeQuantize, ULQFakeQuantize
             >>> qconfig = QConfig(ULQFakeQuantize.with_args(), ARQFakeQuantize.with_args(ch_axis=0))
             >>> layer = Conv2d.from_float(nn.Conv2d(3, 8, 3), qconfig)
@@ -215,7 +217,7 @@ def qat_class_of(float_class: type[nn.Module]) -> type[QATLayer] | None:
     """Return the quantization-aware class for exactly ``float_class``, ``None`` if there is none.
 
     Example:
-        >>> qat_class_of(torch.nn.Linear).__name__
+        >>> qat_class_of(nn.Linear).__name__
         'Linear'
     """
     return next((cls for cls in _CLASSES if cls.float_class is float_class), None)

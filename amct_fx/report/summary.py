@@ -75,6 +75,7 @@ def summarize(model: nn.Module) -> Summary:
         ModelStateError: If ``model`` was never prepared.
 
     Example:
+        >>> from torch import nn
         >>> from amct_fx import prepare_qat_amct
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
         >>> print(summarize(prepare_qat_amct(model, 'skip_layers: "2"')))  # doctest:
