@@ -78,10 +78,11 @@ def summarize(model: nn.Module) -> Summary:
         >>> from torch import nn
         >>> from amct_fx import prepare_qat_amct
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
-        >>> print(summarize(prepare_qat_amct(model, 'skip_layers: "2"')))  # doctest:
-        +NORMALIZE_WHITESPACE name  type    state  input                   weight            reason
-        0     Conv2d  qat    8 bits, not calibrated  8 bits, 8 scales 2     Conv2d  float
-        the configuration skips it 1 of 2 layers quantized
+        >>> print(summarize(prepare_qat_amct(model, 'skip_layers: "2"')))
+        name  type    state  input                   weight            reason
+        0     Conv2d  qat    8 bits, not calibrated  8 bits, 8 scales
+        2     Conv2d  float                                            the configuration skips it
+        1 of 2 layers quantized
     """
     preparation = preparation_of(model)
     if preparation is None:
