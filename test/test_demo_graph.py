@@ -1,0 +1,113 @@
+# ruff: noqa: E501  the printed graphs stand as they are
+"""The printed graphs of the demo's model after prepare and after convert.
+
+After a wanted change, ``EXPECTTEST_ACCEPT=1 python -m pytest test/test_demo_graph.py`` rewrites them.
+"""
+
+from __future__ import annotations
+
+import expecttest
+import torch
+from amct_fx_demo import DigitsNet
+from amct_fx_demo.run import CONFIG
+from torch import nn
+
+from amct_fx import convert_amct, prepare_qat_amct
+from amct_fx.graph import fx_graph_of
+
+
+def printed(model: nn.Module) -> str:
+    """Return the code of the graph, without the statements that only free memory."""
+    source = fx_graph_of(model).python_code("self").src
+    lines = (line.split(";")[0].rstrip() for line in source.splitlines())
+    return "\n".join(line for line in lines if line)
+
+
+class TestDemoGraph(expecttest.TestCase):
+    """One string for each verb."""
+
+    def prepared(self) -> nn.Module:
+        model = prepare_qat_amct(DigitsNet(), CONFIG)
+        for _ in range(2):
+            model(torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0)))
+        return model
+
+    def test_prepared(self) -> None:
+        self.assertExpectedInline(
+            printed(self.prepared()),
+            """\
+def forward(self, x):
+    stem_conv = self.stem.conv(x)
+    stem_bn = self.stem.bn(stem_conv)
+    stem_relu = self.stem.relu(stem_bn)
+    depthwise_conv_input_fake_quant = self.depthwise.conv.input_fake_quant(stem_relu)
+    depthwise_conv = self.depthwise.conv(depthwise_conv_input_fake_quant)
+    depthwise_bn = self.depthwise.bn(depthwise_conv)
+    depthwise_relu = self.depthwise.relu(depthwise_bn)
+    pointwise_conv_input_fake_quant = self.pointwise.conv.input_fake_quant(depthwise_relu)
+    pointwise_conv = self.pointwise.conv(pointwise_conv_input_fake_quant)
+    pointwise_bn = self.pointwise.bn(pointwise_conv)
+    pointwise_relu = self.pointwise.relu(pointwise_bn)
+    residual_conv1_input_fake_quant = self.residual.conv1.input_fake_quant(pointwise_relu)
+    residual_conv1 = self.residual.conv1(residual_conv1_input_fake_quant)
+    residual_bn1 = self.residual.bn1(residual_conv1)
+    residual_relu = self.residual.relu(residual_bn1)
+    residual_conv2_input_fake_quant = self.residual.conv2.input_fake_quant(residual_relu)
+    residual_conv2 = self.residual.conv2(residual_conv2_input_fake_quant)
+    residual_bn2 = self.residual.bn2(residual_conv2)
+    add = pointwise_relu + residual_bn2
+    residual_relu_1 = self.residual.relu(add)
+    down_conv_input_fake_quant = self.down.conv.input_fake_quant(residual_relu_1)
+    down_conv = self.down.conv(down_conv_input_fake_quant)
+    down_bn = self.down.bn(down_conv)
+    down_relu = self.down.relu(down_bn)
+    flatten = self.flatten(down_relu)
+    hidden_input_fake_quant = self.hidden.input_fake_quant(flatten)
+    hidden = self.hidden(hidden_input_fake_quant)
+    relu = self.relu(hidden)
+    dropout = self.dropout(relu)
+    classifier_input_fake_quant = self.classifier.input_fake_quant(dropout)
+    classifier = self.classifier(classifier_input_fake_quant)
+    return classifier""",
+        )
+
+    def test_converted(self) -> None:
+        self.assertExpectedInline(
+            printed(convert_amct(self.prepared())),
+            """\
+def forward(self, x):
+    stem_conv = self.stem.conv(x)
+    stem_bn = self.stem.bn(stem_conv)
+    stem_relu = self.stem.relu(stem_bn)
+    depthwise_conv_input_quantize = self.depthwise.conv.input_quantize(stem_relu)
+    depthwise_conv_input_dequantize = self.depthwise.conv.input_dequantize(depthwise_conv_input_quantize)
+    depthwise_conv = self.depthwise.conv(depthwise_conv_input_dequantize)
+    depthwise_relu = self.depthwise.relu(depthwise_conv)
+    pointwise_conv_input_quantize = self.pointwise.conv.input_quantize(depthwise_relu)
+    pointwise_conv_input_dequantize = self.pointwise.conv.input_dequantize(pointwise_conv_input_quantize)
+    pointwise_conv = self.pointwise.conv(pointwise_conv_input_dequantize)
+    pointwise_relu = self.pointwise.relu(pointwise_conv)
+    residual_conv1_input_quantize = self.residual.conv1.input_quantize(pointwise_relu)
+    residual_conv1_input_dequantize = self.residual.conv1.input_dequantize(residual_conv1_input_quantize)
+    residual_conv1 = self.residual.conv1(residual_conv1_input_dequantize)
+    residual_relu = self.residual.relu(residual_conv1)
+    residual_conv2_input_quantize = self.residual.conv2.input_quantize(residual_relu)
+    residual_conv2_input_dequantize = self.residual.conv2.input_dequantize(residual_conv2_input_quantize)
+    residual_conv2 = self.residual.conv2(residual_conv2_input_dequantize)
+    add = pointwise_relu + residual_conv2
+    residual_relu_1 = self.residual.relu(add)
+    down_conv_input_quantize = self.down.conv.input_quantize(residual_relu_1)
+    down_conv_input_dequantize = self.down.conv.input_dequantize(down_conv_input_quantize)
+    down_conv = self.down.conv(down_conv_input_dequantize)
+    down_relu = self.down.relu(down_conv)
+    flatten = self.flatten(down_relu)
+    hidden_input_quantize = self.hidden.input_quantize(flatten)
+    hidden_input_dequantize = self.hidden.input_dequantize(hidden_input_quantize)
+    hidden = self.hidden(hidden_input_dequantize)
+    relu = self.relu(hidden)
+    dropout = self.dropout(relu)
+    classifier_input_quantize = self.classifier.input_quantize(dropout)
+    classifier_input_dequantize = self.classifier.input_dequantize(classifier_input_quantize)
+    classifier = self.classifier(classifier_input_dequantize)
+    return classifier""",
+        )
