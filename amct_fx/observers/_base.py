@@ -51,6 +51,7 @@ class AmctFakeQuantize(KeywordChecked, FakeQuantizeBase):
 
     scale: Tensor
     zero_point: Tensor
+    calibrated: Tensor
 
     def __init__(
         self, *, num_bits: int, qscheme: torch.qscheme, ch_axis: int = -1, layer_name: str = ""
@@ -169,6 +170,25 @@ class AmctFakeQuantize(KeywordChecked, FakeQuantizeBase):
             )
             warnings.warn(message, AmctWarning, stacklevel=2)
 
+    def _forward_uncalibrated(self, x: Tensor) -> Tensor:
+        """Run a forward while the range is not known; it reads the device, so never compiled."""
+        if torch.compiler.is_exporting():
+            message = (
+                f"{self._label()}the range is not calibrated; run calibration batches through the "
+                "model before exporting it"
+            )
+            raise ModelStateError(message)
+        if torch.compiler.is_compiling():
+            # Breaks the graph; torch.compile(fullgraph=True) needs a calibrated model.
+            run_eagerly = torch.compiler.disable(self._start)
+            y: Tensor = run_eagerly(x)
+            return y
+        return self._start(x)
+
+    def _start(self, x: Tensor) -> Tensor:
+        """Calibrate with ``x``, and quantize it."""
+        raise NotImplementedError
+
     def _notice_calibration(self) -> bool:
         """Return whether the range is known, looking at the buffer when Python says no.
 
@@ -176,13 +196,7 @@ class AmctFakeQuantize(KeywordChecked, FakeQuantizeBase):
         clips here.
         """
         if not self._calibrated:
-            if torch.compiler.is_exporting():
-                message = (
-                    f"{self._label()}the range is not calibrated; run calibration batches through "
-                    "the model before exporting it"
-                )
-                raise ModelStateError(message)
-            self._calibrated = bool(self._buffers["calibrated"] > 0)  # type: ignore[operator]
+            self._calibrated = bool(self.calibrated > 0)
         return self._calibrated
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

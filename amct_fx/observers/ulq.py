@@ -66,7 +66,6 @@ scale=0.00961109, zero_point=0, learning)
 
     clip_max_prev: Tensor
     clip_min_prev: Tensor
-    calibrated: Tensor
 
     def __init__(
         self,
@@ -119,8 +118,8 @@ scale=0.00961109, zero_point=0, learning)
             ModelTypeError: ``x`` is not a floating point tensor.
         """
         check_floating(x, f"{self._label()}the input of the activation quantizer")
-        if not self._notice_calibration():
-            return self._calibrate(x)
+        if not self._calibrated:
+            return self._forward_uncalibrated(x)
         if not self._fake_quant_on:
             return x
         return self._quantize(x, self._effective_clips(), write=self.training)
@@ -187,8 +186,10 @@ scale=0.00961109, zero_point=0, learning)
         ):
             target.copy_(value)
 
-    def _calibrate(self, x: Tensor) -> Tensor:
+    def _start(self, x: Tensor) -> Tensor:
         """Run one forward while the range is not known yet."""
+        if self._notice_calibration():
+            return self.forward(x)
         if not self._observer_on or x.numel() == 0:
             return x
         try:

@@ -58,7 +58,6 @@ class ULQWeightFakeQuantize(AmctFakeQuantize):
     """
 
     scale: torch.nn.Parameter
-    calibrated: Tensor
 
     def __init__(
         self,
@@ -121,10 +120,8 @@ class ULQWeightFakeQuantize(AmctFakeQuantize):
             The fake-quantized weight, or ``x`` itself while fake-quantization is switched off.
         """
         check_floating(x, f"{self._label()}the weight")
-        if not self._notice_calibration():
-            if not self._observer_on:
-                return x
-            self.initialize(x)
+        if not self._calibrated:
+            return self._forward_uncalibrated(x)
         if not self._fake_quant_on:
             return x
         effective = self._effective_scale(x)
@@ -178,6 +175,14 @@ class ULQWeightFakeQuantize(AmctFakeQuantize):
         else:
             parts.append("learning" if self.scale.requires_grad else "frozen")
         return ", ".join(parts) + self._switches_repr()
+
+    def _start(self, x: Tensor) -> Tensor:
+        """Take the ARQ scale of the weight in the first forward."""
+        if not self._notice_calibration():
+            if not self._observer_on:
+                return x
+            self.initialize(x)
+        return self.forward(x)
 
     def _effective_scale(self, weight: Tensor) -> Tensor:
         """Return the positive, finite scale of this forward, a fresh float32 tensor."""

@@ -11,13 +11,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from .models import NETWORKS
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _HERE = Path(__file__).parent
 _FILES = {

@@ -172,9 +172,7 @@ def test_weight_ulq_matches_amct(case: Case, step: int) -> None:
     weight = case.tensor("w" if step == 0 else f"w_after{step - 1}").requires_grad_()
     scale = case.tensor(f"scales{step}").requires_grad_()
     g = case.tensor(f"g{step}")
-    y = functional.ulq_weight_fake_quantize(
-        weight, scale, num_bits=case["num_bits"], **geometry
-    )
+    y = functional.ulq_weight_fake_quantize(weight, scale, num_bits=case["num_bits"], **geometry)
     y.backward(g)
 
     assert torch.equal(y, case.tensor(f"y{step}"))
