@@ -109,7 +109,7 @@ def _weight_to_dict(half: WeightConfig) -> dict[str, Any]:
 
 
 def parse_json_config(
-    value: Mapping[str, Any], *, text: str = "", file: str | None = None
+    value: Mapping[Any, Any], *, text: str = "", file: str | None = None
 ) -> CompressionConfig:
     """Read the JSON form.
 
@@ -138,6 +138,9 @@ def parse_json_config(
     for name, layer in value.items():
         if name in _HEAD:
             continue
+        if not isinstance(name, str):
+            message = f"a layer is named by a string, not by {name!r}"
+            raise ConfigTypeError(message, file=file)
         place = Source(file, lines.find(name))
         if name.startswith("regular_prune_"):
             message = f"{name}: the JSON form cannot hold pruning"

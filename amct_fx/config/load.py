@@ -92,10 +92,13 @@ def _from_mapping(
     if "version" in value or not set(value) <= set(ROOT_FIELDS):
         return parse_json_config(value, text=text, file=file)
     try:
-        return parse_cfg(fields_to_text(value), dialect=dialect)
+        return parse_cfg(fields_to_text(value), file=file, dialect=dialect, keep_places=False)
     except ConfigError as error:
-        # The lines are those of a text that the user has never seen.
+        # The line is that of a text that the user has never seen.
         raise type(error)(error.message, file=file) from None
+    except RecursionError:
+        message = "the dict is nested too deeply"
+        raise ConfigError(message, file=file) from None
 
 
 def _refuse_pruning(config: CompressionConfig) -> None:

@@ -37,6 +37,7 @@ def parse_cfg(
     file: str | None = None,
     dialect: str = "auto",
     ignore_empty_prune: bool = False,
+    keep_places: bool = True,
 ) -> CompressionConfig:
     """Read the protobuf text format of AMCTRetrainConfig.
 
@@ -45,6 +46,7 @@ def parse_cfg(
         file: Name of the file, for messages.
         dialect: ``"mindspore"`` refuses the fields that the MindSpore grammar lacks.
         ignore_empty_prune: Take a ``prune_config`` without content for an absent one.
+        keep_places: Remember where each part stands.
 
     Raises:
         ConfigError: When the text does not follow the grammar or a value is out of range.
@@ -65,7 +67,12 @@ def parse_cfg(
 
         schema = retrain_mindspore_pb2.AMCTRetrainConfig.DESCRIPTOR
     root = read_message(
-        text, retrain_pb2.AMCTRetrainConfig(), file=file, schema=schema, schema_name="MindSpore"
+        text,
+        retrain_pb2.AMCTRetrainConfig(),
+        file=file,
+        schema=schema,
+        schema_name="MindSpore",
+        keep_places=keep_places,
     )
     if ignore_empty_prune:
         _drop_empty_prune(root.message)

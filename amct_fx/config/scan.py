@@ -17,6 +17,8 @@ from amct_fx.errors import ConfigError, did_you_mean
 __all__ = ["Node", "is_repeated", "scan"]
 
 _CLOSING = {"{": "}", "<": ">"}
+#: All strings are names; protobuf needs quadratic time for escapes in very long ones.
+_MAX_STRING = 4096
 
 
 @dataclass
@@ -131,6 +133,9 @@ class _Scanner:
         if node.descriptor.message_type is not None:
             self._message(node)
         elif node.descriptor.cpp_type == node.descriptor.CPPTYPE_STRING:
+            if len(self._tokens.token) > _MAX_STRING:
+                message = f"{node.name} has more than {_MAX_STRING} characters"
+                raise self._error(message, with_token=False)
             try:
                 self._tokens.ConsumeString()
             except self._parse_error:

@@ -92,7 +92,13 @@ class Located:
 
 
 def read_message(
-    text: str, message: Any, *, file: str | None = None, schema: Any = None, schema_name: str = ""
+    text: str,
+    message: Any,
+    *,
+    file: str | None = None,
+    schema: Any = None,
+    schema_name: str = "",
+    keep_places: bool = True,
 ) -> Located:
     """Merge a protobuf text file into ``message``.
 
@@ -102,12 +108,14 @@ def read_message(
         file: Name of the file, for messages.
         schema: Descriptor of a smaller grammar; fields that it lacks are refused.
         schema_name: What to call the smaller grammar.
+        keep_places: Remember the places; otherwise only the name of the file.
 
     Raises:
         ConfigError: When the file does not follow the grammar.
     """
     from google.protobuf import text_format
 
+    _check_encoding(text, file)
     root = scan(text, message.DESCRIPTOR, file)
     if schema is not None:
         _refuse_unknown_to(schema, schema_name, root)
@@ -118,8 +126,20 @@ def read_message(
     except (ValueError, TypeError, OverflowError) as error:
         raise Source(file).error(str(error)) from None
     for node in root.walk():
+        if not keep_places:
+            node.source = node.value = Source(file)
         _warn_of_repetitions(node)
     return Located(message, [root])
+
+
+def _check_encoding(text: str, file: str | None) -> None:
+    """Raise ConfigError for half a surrogate pair, which a Python string may hold."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        line = text.count("\n", 0, error.start) + 1
+        message = f"the character {text[error.start]!r} is not allowed"
+        raise ConfigError(message, file=file, line=line) from None
 
 
 def _refuse_unknown_to(schema: Any, schema_name: str, node: Node) -> None:
