@@ -58,7 +58,7 @@ def arq_qparams(
         if ch_axis is None:
             largest, smallest = values.amax().reshape(1), values.amin().reshape(1)
         else:
-            rows = to_output_major(values, ch_axis=ch_axis, groups=groups)
+            rows = to_output_major(values, ch_axis=ch_axis, groups=groups).unsqueeze(-1)
             others = list(range(1, rows.dim()))
             largest, smallest = rows.amax(others), rows.amin(others)
         above, below = largest.abs(), smallest.abs()

@@ -17,7 +17,11 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ULQReference:
-    """Forward and backward of one ULQ call; the gradients with their scale of cancellation."""
+    """Forward and backward of one ULQ call.
+
+    ``grad_magnitude`` is Σ|g|, the size that the clip gradients cancel from; ``tie_magnitude`` is
+    how far they may move when near-ties of u round the other way.
+    """
 
     clip_max: float
     clip_min: float
@@ -30,6 +34,7 @@ class ULQReference:
     grad_max: float
     grad_min: float
     grad_magnitude: float
+    tie_magnitude: float
 
 
 def effective_clips(
@@ -93,6 +98,7 @@ def ulq(
         grad_max=float((g * (e + above)).sum()),
         grad_min=float((g * (below - e)).sum()),
         grad_magnitude=float(np.abs(g).sum()),
+        tie_magnitude=float(np.abs(g)[near_tie(u, 1e-5 + 2.0**num_bits * 2.0**-22)].sum()) / steps,
     )
 
 
