@@ -71,8 +71,9 @@ def resolution_to_dict(resolution: Resolution) -> dict[str, Any]:
 def resolved_to_dict(config: CompressionConfig) -> dict[str, Any]:
     """Return the JSON form of a configuration that was read from JSON."""
     result = _head(config)
+    disabled = set(config.quant_skip_layers)
     for override in config.layer_overrides:
-        layer: dict[str, Any] = {"retrain_enable": override.name not in config.quant_skip_layers}
+        layer: dict[str, Any] = {"retrain_enable": override.name not in disabled}
         if override.activation is not None:
             layer["retrain_data_config"] = activation_to_dict(override.activation)
         if override.weight is not None:

@@ -33,6 +33,7 @@ class Lookup:
 
     by_name: dict[str, LayerOverride] = field(default_factory=dict)
     by_type: list[tuple[LayerType, TypeOverride]] = field(default_factory=list)
+    skip_names: dict[str, frozenset[str]] = field(default_factory=dict)
     skip_types: dict[str, list[tuple[LayerType, str]]] = field(default_factory=dict)
     config: CompressionConfig = field(default_factory=CompressionConfig)
 
@@ -58,7 +59,7 @@ class Lookup:
 
     def _skip(self, layer: LayerFacts, lists: tuple[tuple[str, str], ...]) -> str | None:
         for names, types in lists:
-            if layer.name in getattr(self.config, names):
+            if layer.name in self.skip_names[names]:
                 return self._entry(names, layer.name)
             for layer_type, spelling in self.skip_types[types]:
                 if layer_type.matches(layer.layer_type, depthwise=layer.depthwise):
@@ -83,6 +84,7 @@ def look_up_names(
     return Lookup(
         by_name=checker.layer_overrides(),
         by_type=checker.type_overrides(),
+        skip_names={name: frozenset(getattr(config, name)) for name in SKIP_FIELDS},
         skip_types=checker.skip_lists(),
         config=config,
     )
