@@ -6,7 +6,7 @@ Source: spec/config.md section 5.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -14,7 +14,7 @@ from amct_fx.config import LayerFacts, ModelFacts
 from amct_fx.graph import Capture, layer_calls
 from amct_fx.nn.qat import qat_class_of
 
-__all__ = ["QUANTIZABLE_CLASSES", "is_layer", "model_facts"]
+__all__ = ["QUANTIZABLE_CLASSES", "Reuse", "is_layer", "model_facts"]
 
 QUANTIZABLE_CLASSES: tuple[type[nn.Module], ...] = (
     nn.Conv1d,
@@ -39,21 +39,28 @@ def is_layer(module: nn.Module) -> bool:
     return type(module) in QUANTIZABLE_CLASSES
 
 
-def model_facts(model: nn.Module, captured: Capture) -> ModelFacts:
+Reuse = Literal["float", "quantize"]
+"""What to do with a layer that one forward calls several times, or whose weight is shared."""
+
+
+def model_facts(model: nn.Module, captured: Capture, reused: Reuse = "float") -> ModelFacts:
     """Describe the layers of ``model`` for the configuration.
 
     Args:
         model: The traced model.
         captured: What tracing found; decides which layers are called, and how often.
+        reused: ``"float"`` excludes layers that are called several times or share a weight.
 
     Returns:
         Every layer of a quantizable type in ``named_modules()`` order, with the reason when it must
         stay float.
     """
     calls = _call_counts(model, captured)
-    owners = Counter(
-        id(module.weight) for module in model.modules() if is_layer(module) and _has_weight(module)
-    )
+    owners: Counter[int] = Counter()
+    if reused == "float":
+        owners.update(id(layer.weight) for layer in model.modules() if _has_weight(layer))
+    else:
+        calls = Counter({module: min(count, 1) for module, count in calls.items()})
     layers = tuple(
         _layer_facts(name, module, calls.get(module, 0), owners)
         for name, module in model.named_modules()
@@ -64,7 +71,7 @@ def model_facts(model: nn.Module, captured: Capture) -> ModelFacts:
 
 
 def _has_weight(module: nn.Module) -> bool:
-    return not isinstance(module, nn.RNNBase)
+    return is_layer(module) and not isinstance(module, nn.RNNBase)
 
 
 def _call_counts(model: nn.Module, captured: Capture) -> Counter[nn.Module]:

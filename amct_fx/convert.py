@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.ao.quantization import FakeQuantizeBase
 
 from amct_fx.checks import check_prepared_model
@@ -20,6 +20,7 @@ from amct_fx.graph import (
     GraphForward,
     fx_graph_of,
     install_graph,
+    layer_calls,
     layer_input,
     module_of,
     regions,
@@ -27,7 +28,7 @@ from amct_fx.graph import (
 from amct_fx.nn.become import become
 from amct_fx.nn.integer import BatchNormAffine, integer_weight
 from amct_fx.nn.qat import QATLayer
-from amct_fx.nn.quantized import Dequantize, Quantize, quantized_class_of
+from amct_fx.nn.quantized import Dequantize, Quantize, QuantizedLayer, quantized_class_of
 
 __all__ = ["convert_amct"]
 
@@ -90,23 +91,25 @@ def _check_calibrated(model: nn.Module) -> None:
 def _convert_region(region: GraphForward, name: str) -> None:
     graph = fx_graph_of(region)
     folded: set[nn.Module] = set()
-    quantizers: dict[fx.Node, Quantize] = {}
-    for node in list(graph.nodes):
-        module = module_of(node, region)
-        if isinstance(module, FakeQuantizeBase):
-            quantizers[node] = _freeze(module, str(node.target))
-    for node in list(graph.nodes):
-        layer = module_of(node, region)
-        if isinstance(layer, QATLayer):
-            label = f"{name}.{node.target}" if name else str(node.target)
-            source = layer_input(node)
-            assert source is not None, "prepare quantizes only layers with a tensor input"
-            batch_norm, batch_norm_node = foldable_batch_norm(node, region, label)
-            _convert_layer(layer, quantizers[source], batch_norm, label)
-            if batch_norm_node is not None:
-                folded |= _bypass(batch_norm_node, node, region)
-    for node, quantize in quantizers.items():
-        _replace_quantizer(node, quantize, region)
+    calls = layer_calls(graph, region)
+    quantizers: dict[nn.Module | None, Quantize] = {
+        module: _freeze(module, str(nodes[0].target))
+        for module, nodes in calls.items()
+        if isinstance(module, FakeQuantizeBase)
+    }
+    for layer, nodes in calls.items():
+        if not isinstance(layer, QATLayer):
+            continue
+        label = f"{name}.{nodes[0].target}" if name else str(nodes[0].target)
+        source = layer_input(nodes[0])
+        assert source is not None, "prepare quantizes only layers with a tensor input"
+        batch_norm, following = foldable_batch_norm(nodes, region, label)
+        _convert_layer(layer, quantizers[module_of(source, region)], batch_norm, label)
+        for batch_norm_node, node in zip(following, nodes, strict=False):
+            folded |= _bypass(batch_norm_node, node, region)
+    for module, nodes in calls.items():
+        if module in quantizers:
+            _replace_quantizer(nodes, quantizers[module], region)
     _drop_modules(region, graph, folded)
     install_graph(region, graph)
 
@@ -126,7 +129,7 @@ def _freeze(fake_quant: FakeQuantizeBase, name: str) -> Quantize:
 
 def _convert_layer(
     layer: QATLayer, quantize: Quantize, batch_norm: BatchNormAffine | None, name: str
-) -> None:
+) -> QuantizedLayer:
     integer = integer_weight(
         layer,
         weight_scale=layer.weight_scale(),
@@ -141,6 +144,7 @@ def _convert_layer(
     converted = become(layer, quantized_class_of(layer.float_class))
     converted.adopt(integer, dtype)
     converted.quantizes_input = quantizes_input
+    return converted
 
 
 def _bypass(batch_norm: fx.Node, layer: fx.Node, region: nn.Module) -> set[nn.Module]:
@@ -161,24 +165,24 @@ def _drop_modules(region: nn.Module, graph: fx.Graph, folded: set[nn.Module]) ->
                 parent._modules[key] = nn.Identity()
 
 
-def _replace_quantizer(node: fx.Node, quantize: Quantize, region: nn.Module) -> None:
+def _replace_quantizer(nodes: list[fx.Node], quantize: Quantize, region: nn.Module) -> None:
     """Put ``quantize`` and its dequantize where the fake-quantizer was, in graph and owner."""
-    path = str(node.target).removesuffix(".input_fake_quant")
+    path = str(nodes[0].target).removesuffix(".input_fake_quant")
     owner = region.get_submodule(path)
+    assert isinstance(owner, QuantizedLayer)
     _own_quantizers(owner, quantize)
-    with node.graph.inserting_before(node):
-        codes = node.graph.call_module(f"{path}.input_quantize", node.args)
-        values = node.graph.call_module(f"{path}.input_dequantize", (codes,))
-    node.replace_all_uses_with(values)
-    node.graph.erase_node(node)
+    for node in nodes:
+        with node.graph.inserting_before(node):
+            codes = node.graph.call_module(f"{path}.input_quantize", node.args)
+            values = node.graph.call_module(f"{path}.input_dequantize", (codes,))
+        node.replace_all_uses_with(values)
+        node.graph.erase_node(node)
 
 
-def _own_quantizers(owner: nn.Module, quantize: Quantize) -> None:
+def _own_quantizers(owner: QuantizedLayer, quantize: Quantize) -> None:
     del owner.input_fake_quant
-    owner.add_module("input_quantize", quantize)
-    weight = owner.weight
-    assert isinstance(weight, Tensor)
-    owner.add_module("input_dequantize", Dequantize(quantize, weight.dtype))
+    owner.input_quantize = quantize
+    owner.input_dequantize = Dequantize(quantize, owner.dtype)
 
 
 def _remaining_layers(model: nn.Module) -> Iterator[tuple[str, QATLayer]]:
@@ -189,5 +193,4 @@ def _remaining_layers(model: nn.Module) -> Iterator[tuple[str, QATLayer]]:
 
 def _convert_island_layer(layer: QATLayer, name: str) -> None:
     quantize = _freeze(layer.input_fake_quant, name)
-    _convert_layer(layer, quantize, None, name)
-    _own_quantizers(layer, quantize)
+    _own_quantizers(_convert_layer(layer, quantize, None, name), quantize)

@@ -20,31 +20,35 @@ _FOLDABLE = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def foldable_batch_norm(
-    node: fx.Node, region: nn.Module, name: str
-) -> tuple[BatchNormAffine | None, fx.Node | None]:
+    calls: list[fx.Node], region: nn.Module, name: str
+) -> tuple[BatchNormAffine | None, list[fx.Node]]:
     """Find the batch norm behind a convolution that the integer weights can absorb.
 
     Args:
-        node: The call of a layer.
+        calls: All calls of a layer.
         region: The module that the graph belongs to.
         name: Name of the layer, for the warning.
 
     Returns:
-        The arithmetic and the node of the batch norm, or two ``None``: behind transposed
-        convolutions and Linear, with other readers of the convolution, without running statistics,
-        or when its values are not finite (with a warning).
+        The arithmetic and the nodes of the batch norm, one for each call; ``None`` and no node
+        behind transposed convolutions and Linear, with other readers of the convolution, when the
+        calls have different followers, without running statistics, or when a value is not finite
+        (with a warning).
     """
-    following = batch_norm_after(node, region)
-    if following is None or not isinstance(module_of(node, region), _FOLDABLE):
-        return None, None
-    affine = _affine_of(following, region)
+    following = [batch_norm_after(call, region) for call in calls]
+    found = [node for node in following if node is not None]
+    foldable = isinstance(module_of(calls[0], region), _FOLDABLE)
+    same = len({module_of(node, region) or node for node in found}) == 1
+    if not foldable or not same or len(found) != len(calls):
+        return None, []
+    affine = _affine_of(found[0], region)
     if affine is None:
-        return None, None
+        return None, []
     if not affine.is_finite:
         message = f"the batch norm behind {name} is not finite in eval mode; it is not folded"
         warnings.warn(message, AmctWarning, stacklevel=4)
-        return None, None
-    return affine, following
+        return None, []
+    return affine, found
 
 
 def _affine_of(node: fx.Node, region: nn.Module) -> BatchNormAffine | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from amct_fx.errors import ConfigError
 from amct_fx.graph import (
     FixedMinRule,
     Region,
@@ -23,52 +25,75 @@ if TYPE_CHECKING:
     from torch import fx, nn
     from torch.ao.quantization import FakeQuantizeBase, QConfig
 
-__all__ = ["quantize_island_layer", "quantize_region"]
+__all__ = ["WeightQuantizers", "quantize_island_layer", "quantize_region"]
+
+
+@dataclass(frozen=True)
+class _Consumer:
+    """One layer that will read a quantized tensor, with all its calls."""
+
+    layer: QATLayer
+    name: str
+    calls: list[fx.Node]
 
 
 def quantize_region(
-    region: Region, qconfigs: Mapping[str, QConfig], fixed_min_rule: FixedMinRule
+    region: Region,
+    qconfigs: Mapping[str, QConfig],
+    fixed_min_rule: FixedMinRule,
+    weights: WeightQuantizers,
 ) -> None:
     """Swap the layers of a traced part and insert one quantizer for each quantized tensor.
 
     Consumers share a quantizer when they read the same values with equal settings; the first of
-    them in ``named_modules()`` order owns it. Source: spec/config.md section 7.
+    them in ``named_modules()`` order owns it. A layer called several times has one quantizer
+    for all its inputs, and shares it with no other layer. Source: spec/config.md sections 5 and 7.
 
     Args:
         region: A traced part; its modules and its graph are changed.
         qconfigs: The QConfig of every layer to quantize, by name in the model.
         fixed_min_rule: Decides an automatic ``fixed_min``.
+        weights: The weight fake-quantizers made so far, for tied weights.
     """
     names = {module: region.full_name(name) for name, module in region.module.named_modules()}
     calls = layer_calls(region.graph, region.module)
-    layers = [module for module in region.module.modules() if names[module] in qconfigs]
-    groups: dict[Any, list[tuple[QATLayer, fx.Node]]] = {}
-    for module in layers:
-        (call,) = calls.get(module, [None])
-        if call is None:
+    groups: dict[Any, list[_Consumer]] = {}
+    for module, name in names.items():
+        if name not in qconfigs or module not in calls:
             continue
-        qconfig = _decided(qconfigs[names[module]], call, region.module, fixed_min_rule)
-        layer = _swap(module, qconfig)
-        tensor = layer_input(call)
-        if tensor is not None:
-            version = tensor_version(tensor, call, region.module)
-            key = (tensor, version, _settings(qconfig.activation))
-            groups.setdefault(key, []).append((layer, call))
-    for (tensor, *_), members in groups.items():
-        owner = members[0][0]
-        _insert_quantizer(region, tensor, owner, names[owner], [call for _, call in members])
+        nodes = calls[module]
+        qconfig = _decided(qconfigs[name], nodes, region.module, fixed_min_rule)
+        layer = _swap(module, name, qconfig, weights)
+        key = _values_read(nodes, region.module), _settings(qconfig.activation)
+        groups.setdefault(key, []).append(_Consumer(layer, name, nodes))
+    for consumers in groups.values():
+        _insert_quantizer(region, consumers)
     install_graph(region.module, region.graph)
 
 
+def _values_read(calls: list[fx.Node], root: nn.Module) -> Any:
+    """Return what identifies the values a layer reads: tensor and version, or its own calls."""
+    tensor = layer_input(calls[0])
+    if len(calls) > 1 or tensor is None:
+        return tuple(calls)
+    return tensor, tensor_version(tensor, calls[0], root)
+
+
 def _decided(
-    qconfig: QConfig, call: fx.Node, root: nn.Module, fixed_min_rule: FixedMinRule
+    qconfig: QConfig, calls: list[fx.Node], root: nn.Module, fixed_min_rule: FixedMinRule
 ) -> QConfig:
-    """Settle an automatic ``fixed_min`` by what the graph says about the input."""
+    """Settle what the graph knows: an automatic ``fixed_min``, the batches of a reused layer."""
     arguments = constructor_arguments(qconfig.activation)[1]
-    if arguments.get("fixed_min", True) is not None:
+    decided: dict[str, Any] = {}
+    if arguments.get("fixed_min", True) is None:
+        decided["fixed_min"] = bool(calls) and all(
+            is_nonnegative_input(call, root, fixed_min_rule) for call in calls
+        )
+    if len(calls) > 1 and "batch_num" in arguments:
+        decided["batch_num"] = arguments["batch_num"] * len(calls)
+    if not decided:
         return qconfig
-    fixed_min = is_nonnegative_input(call, root, fixed_min_rule)
-    return qconfig._replace(activation=qconfig.activation.with_args(fixed_min=fixed_min))
+    return qconfig._replace(activation=qconfig.activation.with_args(**decided))
 
 
 def _settings(constructor: Any) -> Any:
@@ -77,30 +102,65 @@ def _settings(constructor: Any) -> Any:
     return cls, tuple(sorted(arguments.items(), key=lambda item: item[0]))
 
 
-def _swap(module: nn.Module, qconfig: QConfig) -> QATLayer:
+class WeightQuantizers:
+    """The weight fake-quantizers made so far; layers with one weight get one fake-quantizer."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[str, QATLayer, Any]] = {}
+
+    def share(self, layer: QATLayer, name: str) -> None:
+        """Give ``layer`` the fake-quantizer of an earlier layer with the same weight tensor.
+
+        Raises:
+            ConfigError: If the two layers are configured differently.
+        """
+        settings = _settings(layer.qconfig.weight)
+        first = self._made.setdefault(id(layer.weight), (name, layer, settings))
+        if first[2] != settings:
+            message = (
+                f"layers {first[0]!r} and {name!r} share one weight but are given different weight "
+                "settings; write the same weight half for both"
+            )
+            raise ConfigError(message)
+        layer.weight_fake_quant = first[1].weight_fake_quant
+
+
+def _swap(module: nn.Module, name: str, qconfig: QConfig, weights: WeightQuantizers) -> QATLayer:
     """Turn a float layer into its quantization-aware class, keeping the object and its hooks."""
     qat_class = qat_class_of(type(module))
     assert qat_class is not None, "model_facts lets only layers with such a class through"
     layer = become(module, qat_class)
     layer.attach(qconfig)
+    weights.share(layer, name)
     return layer
 
 
-def _insert_quantizer(
-    region: Region, tensor: fx.Node, owner: QATLayer, name: str, consumers: list[fx.Node]
+def _insert_quantizer(region: Region, consumers: list[_Consumer]) -> None:
+    """Quantize each tensor that ``consumers`` read, once, before its first reader."""
+    owner = consumers[0]
+    owner.layer.add_module("input_fake_quant", _make_input_fake_quant(owner.layer, owner.name))
+    target = f"{region.local_name(owner.name)}.input_fake_quant"
+    readers: dict[Any, list[fx.Node]] = {}
+    for call in (call for consumer in consumers for call in consumer.calls):
+        readers.setdefault(_values_read([call], region.module), []).append(call)
+    for nodes in readers.values():
+        tensor = layer_input(nodes[0])
+        if tensor is None:
+            continue
+        with region.graph.inserting_before(min(nodes)):
+            quantized = region.graph.call_module(target, (tensor,))
+        for node in nodes:
+            node.replace_input_with(tensor, quantized)
+
+
+def quantize_island_layer(
+    module: nn.Module, name: str, qconfig: QConfig, weights: WeightQuantizers
 ) -> None:
-    """Quantize ``tensor`` once, before its first consumer, for all of ``consumers``."""
-    owner.add_module("input_fake_quant", _make_input_fake_quant(owner, name))
-    target = f"{region.local_name(name)}.input_fake_quant"
-    with region.graph.inserting_before(min(consumers)):
-        quantized = region.graph.call_module(target, (tensor,))
-    for consumer in consumers:
-        consumer.replace_input_with(tensor, quantized)
+    """Let a layer that an island calls quantize its own input.
 
-
-def quantize_island_layer(module: nn.Module, name: str, qconfig: QConfig) -> None:
-    """Let a layer that an island calls quantize its own input."""
-    layer = _swap(module, qconfig)
+    Nothing is known of that input, so an automatic ``fixed_min`` is false.
+    """
+    layer = _swap(module, name, _decided(qconfig, [], module, "relu"), weights)
     layer.add_module("input_fake_quant", _make_input_fake_quant(layer, name))
     layer.quantizes_input = True
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.ao.quantization import QConfig, QConfigMapping
 
-from amct_fx.backend_config import is_layer, model_facts
+from amct_fx.backend_config import Reuse, is_layer, model_facts
 from amct_fx.checks import check_finite_weights, check_float_model, check_supported
 from amct_fx.config import CompressionConfig, ModelFacts, load_config, resolve
 from amct_fx.errors import ModelError
@@ -22,7 +22,7 @@ from amct_fx.graph import (
     FixedMinRule,
     capture,
 )
-from amct_fx.insertion import quantize_island_layer, quantize_region
+from amct_fx.insertion import WeightQuantizers, quantize_island_layer, quantize_region
 from amct_fx.nn.fused import disable_fused_paths
 from amct_fx.qconfig import qconfig_for_layer, qconfig_mapping_from_resolution
 from amct_fx.report.preparation import Preparation, record_preparation
@@ -47,6 +47,7 @@ def prepare_qat_amct(
     fixed_min_rule: FixedMinRule = "relu",
     linear_channel_wise: bool = False,
     strict: bool = False,
+    reused: Reuse = "float",
 ) -> nn.Module:
     """Return a copy of ``model`` that trains with quantization in the loop.
 
@@ -65,6 +66,9 @@ def prepare_qat_amct(
         fixed_min_rule: When an input range starts at 0, if the configuration does not say:
             ``"relu"`` behind a ReLU (as AMCT), ``"nonnegative"`` wherever no value can be negative.
         linear_channel_wise: Allow one weight scale for each output of a Linear, by name.
+        reused: What happens to layers that one forward calls several times, and to layers that
+            share a weight: ``"float"`` leaves them float as AMCT, ``"quantize"`` gives them one
+            weight quantizer and one input quantizer for all calls.
         strict: Raise instead of leaving parts that cannot be traced as they are.
 
     Returns:
@@ -90,7 +94,7 @@ def prepare_qat_amct(
     config = cfg if isinstance(cfg, QConfigMapping) else load_config(cfg)
     prepared = model if inplace else copy.deepcopy(model)
     captured = capture(prepared, is_layer, example_inputs=example_inputs, strict=strict)
-    facts = model_facts(prepared, captured)
+    facts = model_facts(prepared, captured, reused)
     if isinstance(config, CompressionConfig):
         check_supported(config)
         resolution = resolve(config, facts, linear_channel_wise=linear_channel_wise)
@@ -98,11 +102,12 @@ def prepare_qat_amct(
     qconfigs = _qconfigs_by_layer(prepared, facts, config)
     check_finite_weights(prepared, qconfigs)
 
+    weights = WeightQuantizers()
     for region in captured.regions:
-        quantize_region(region, qconfigs, fixed_min_rule)
+        quantize_region(region, qconfigs, fixed_min_rule, weights)
     for name in captured.island_leaves:
         if name in qconfigs:
-            quantize_island_layer(prepared.get_submodule(name), name, qconfigs[name])
+            quantize_island_layer(prepared.get_submodule(name), name, qconfigs[name], weights)
     disable_fused_paths(prepared)
     preparation = Preparation.of(facts, qconfigs, captured)
     record_preparation(prepared, preparation)

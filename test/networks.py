@@ -73,3 +73,24 @@ class Attend(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.encoder(x).mean(1))
+
+
+class Pyramid(nn.Module):
+    """A head shared over two levels, and two layers that share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.down = nn.Conv2d(4, 4, 3, stride=2, padding=1)
+        self.head = nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(4)
+        self.first = nn.Conv2d(4, 4, 1)
+        self.second = nn.Conv2d(4, 4, 1)
+        self.second.weight = self.first.weight
+        self.alias = self.stem
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        large = torch.relu(self.alias(x))
+        small = torch.relu(self.down(large))
+        a, b = self.norm(self.head(large)), self.norm(self.head(small))
+        return self.first(a), self.second(b)

@@ -16,7 +16,7 @@ from amct_fx.nn import quantized
 from amct_fx.nn.quantized import collect_codes
 
 from .golden import networks as models
-from .networks import Attend, Net, NetWithIsland, example
+from .networks import Attend, Net, NetWithIsland, Pyramid, example
 
 GOLDEN_NETWORKS = [*models.PRUNE, "TinyCNN", "SharedInput", "Dims", "UnusedAnd3d"]
 
@@ -338,3 +338,13 @@ def test_summaries_of_converted_models_name_scales_and_reasons():
     assert "3 of 4 layers quantized" in text
     assert "the configuration skips it" in text
     assert "of left" in text
+
+
+def test_reused_and_tied_layers_convert():
+    model = Pyramid()
+    prepared = prepare_qat_amct(model, reused="quantize")
+    prepared(example())
+    converted = convert_amct(prepared)
+    assert type(converted.norm) is nn.Identity
+    assert isinstance(converted.head, quantized.Conv2d)
+    assert_close(converted, prepared, example())

@@ -16,7 +16,7 @@ from amct_fx.graph import fx_graph_of
 from amct_fx.nn import qat
 from amct_fx.observers import ARQFakeQuantize, ULQFakeQuantize
 
-from .networks import Attend, Branching, Net, NetWithIsland, example
+from .networks import Attend, Branching, Net, NetWithIsland, Pyramid, example
 
 
 @pytest.fixture
@@ -380,3 +380,30 @@ def test_a_single_layer_can_be_the_model(x):
     assert isinstance(prepared, qat.Conv2d)
     assert prepared.input_fake_quant is not None
     assert torch.isfinite(prepared(x)).all()
+
+
+def test_reused_and_tied_layers_stay_float_by_default():
+    rows = {row.name: row for row in summarize(prepare_qat_amct(Pyramid())).rows}
+    assert [name for name, row in rows.items() if row.state == "qat"] == ["stem", "down"]
+    assert "alias" not in rows
+
+
+def test_reused_layers_get_one_quantizer_for_all_calls(x):
+    prepared = prepare_qat_amct(Pyramid(), "batch_num: 2", reused="quantize")
+    assert quantizer_targets(prepared).count("head.input_fake_quant") == 2
+    assert prepared.head.input_fake_quant.batch_num == 4
+    assert prepared.first.weight_fake_quant is prepared.second.weight_fake_quant
+    assert prepared.first.weight is prepared.second.weight
+    prepared(x)
+    assert not prepared.head.input_fake_quant.is_calibrated
+    prepared(x)
+    assert prepared.head.input_fake_quant.is_calibrated
+    sum(output.sum() for output in prepared(x)).backward()
+    assert prepared.head.input_fake_quant.clip_max.grad is not None
+
+
+def test_tied_layers_with_different_settings_are_refused():
+    cfg = """override_layer_configs { layer_name: "second"
+        retrain_weight_quant_config { ulq_retrain { } } }"""
+    with pytest.raises(ValueError, match=r"'first' and 'second' share one weight"):
+        prepare_qat_amct(Pyramid(), cfg, reused="quantize")

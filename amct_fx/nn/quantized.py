@@ -159,7 +159,7 @@ class QuantizedLayer(nn.Module):
     _weight_axis: int
     _weight_groups: int
     _weight_scale_value: float | None
-    _dtype: torch.dtype
+    dtype: torch.dtype
 
     def adopt(self, integer: IntegerWeight, dtype: torch.dtype) -> None:
         """Replace the float parameters by integer buffers."""
@@ -171,7 +171,7 @@ class QuantizedLayer(nn.Module):
         self.register_buffer("bias_scale", integer.bias_scale)
         self._weight_axis = integer.axis
         self._weight_groups = integer.groups
-        self._dtype = dtype
+        self.dtype = dtype
         self._remember_numbers()
 
     def _dequantized_weight(self) -> Tensor:
@@ -184,12 +184,12 @@ class QuantizedLayer(nn.Module):
             weight = dequantize_per_channel(self.weight_codes, self.weight_scale, self._weight_axis)
         if self._weight_groups > 1:
             weight = from_output_major(weight, ch_axis=1, groups=self._weight_groups)
-        return cast(weight, self._dtype)
+        return cast(weight, self.dtype)
 
     def _dequantized_bias(self) -> Tensor | None:
         if self.bias_codes is None or self.bias_scale is None:
             return None
-        return cast(dequantize_per_channel(self.bias_codes, self.bias_scale), self._dtype)
+        return cast(dequantize_per_channel(self.bias_codes, self.bias_scale), self.dtype)
 
     weight: Any = property(
         _dequantized_weight, doc="The dequantized weight, in the layout and dtype of the float one."
