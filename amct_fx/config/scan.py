@@ -7,6 +7,7 @@ the file as a tree of :class:`Node`. It finds syntax errors and unknown fields, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,13 @@ __all__ = ["Node", "is_repeated", "scan"]
 _CLOSING = {"{": "}", "<": ">"}
 #: All strings are names; protobuf needs quadratic time for escapes in very long ones.
 _MAX_STRING = 4096
+_QUOTES = ("'", '"')
+#: Characters and escapes as in C. Protobuf takes others too, by grace of a deprecated feature.
+_STRING = re.compile(
+    r"(?:[^\\]|\\(?:[abfnrtv\\'\"]|[0-3][0-7]{2}|[0-7]{1,2}(?![0-7])"
+    r"|x[0-9a-fA-F]{1,2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}))*",
+    re.DOTALL,
+)
 
 
 @dataclass
@@ -76,7 +84,6 @@ class _Scanner:
         from google.protobuf import text_format
 
         self._tokens: Any = text_format.Tokenizer(text.split("\n"))
-        self._parse_error = text_format.ParseError
         self._file = file
 
     def root(self, descriptor: Any) -> Node:
@@ -133,15 +140,7 @@ class _Scanner:
         if node.descriptor.message_type is not None:
             self._message(node)
         elif node.descriptor.cpp_type == node.descriptor.CPPTYPE_STRING:
-            if len(self._tokens.token) > _MAX_STRING:
-                message = f"{node.name} has more than {_MAX_STRING} characters"
-                raise self._error(message, with_token=False)
-            try:
-                self._tokens.ConsumeString()
-            except self._parse_error:
-                message = f"{node.name} must be a quoted string"
-                raise self._error(message) from None
-            node.value = self._consumed()
+            self._string(node)
         else:
             if self._tokens.AtEnd():
                 message = f"the value of {node.name} is missing"
@@ -150,6 +149,24 @@ class _Scanner:
             self._tokens.NextToken()
             node.value = self._consumed()
         return node
+
+    def _string(self, node: Node) -> None:
+        """Consume a quoted string; neighbours make one string."""
+        if self._tokens.token[:1] not in _QUOTES:
+            message = f"{node.name} must be a quoted string"
+            raise self._error(message)
+        while (token := self._tokens.token)[:1] in _QUOTES:
+            if len(token) > _MAX_STRING:
+                message = f"{node.name} has more than {_MAX_STRING} characters"
+                raise self._error(message, with_token=False)
+            if len(token) < 2 or token[-1] != token[0]:
+                message = f"the quote that closes the value of {node.name} is missing"
+                raise self._error(message, with_token=False)
+            if not _STRING.fullmatch(token[1:-1]):
+                message = f"{node.name} has a backslash that begins no escape; write two"
+                raise self._error(message, with_token=False)
+            self._tokens.NextToken()
+            node.value = node.value if node.value.line else self._consumed()
 
     def _message(self, node: Node) -> None:
         """Consume a message with its brackets."""

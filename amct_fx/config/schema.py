@@ -38,6 +38,7 @@ WeightAlgo: TypeAlias = Literal["arq_retrain", "ulq_retrain"]
 PrecisionMode: TypeAlias = Literal["FORCE_FP16_QUANT"]
 
 UINT32_MAX = 2**32 - 1
+MAX_MESSAGE = 2000
 
 #: Skip list of CompressionConfig: name of the field in a file.
 SKIP_FIELDS = {
@@ -92,7 +93,9 @@ class Source:
         return ":".join(str(part) for part in (self.file, self.line, self.column) if part)
 
     def error(self, message: str) -> ConfigError:
-        """Return the exception that says ``message`` about this place."""
+        """Return the exception that says ``message`` about this place; a very long one is cut."""
+        if len(message) > MAX_MESSAGE:
+            message = f"{message[:MAX_MESSAGE]} …"
         return ConfigError(message, file=self.file, line=self.line, column=self.column)
 
 

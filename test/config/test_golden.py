@@ -173,3 +173,20 @@ def test_bad_input_raises_what_a_caller_of_amct_expects(
     else:
         with pytest.raises(ValueError):  # noqa: PT011 - the messages are tested where they are made
             check()
+
+
+@pytest.mark.parametrize("name", ["ResidualAdd", "DepthwiseNet", "MLP"])
+def test_the_facts_of_these_tests_are_those_of_the_real_networks(name: str) -> None:
+    from amct_fx.backend_config import is_layer, model_facts
+    from amct_fx.graph import capture
+    from test.golden.models import NETWORKS as MODULES
+
+    network = MODULES[name]()
+    found = model_facts(network, capture(network, is_layer)).layers
+    expected = NETWORKS[name].layers
+    assert [(layer.name, layer.layer_type) for layer in found] == [
+        (layer.name, layer.layer_type) for layer in expected
+    ]
+    assert all(layer.eligible for layer in found)
+    assert [layer.packing_sizes for layer in found] == [layer.packing_sizes for layer in expected]
+    assert [layer.groups for layer in found] == [layer.groups for layer in expected]

@@ -55,6 +55,10 @@ def test_whole_numbers_separators_and_comments(text: str, batch_num: int) -> Non
         "skip_layers: a",
         'skip_layers: "a\nb"',
         'skip_layers: "\\377"',
+        'skip_layers: "\\777"',
+        'skip_layers: "a\\y"',
+        'skip_layers: "a',
+        "skip_layers: '",
         "[ext.name]: 1",
         "fakequant_precision_mode: DEFAULT",
         "\ufeffbatch_num: 1",
@@ -88,6 +92,7 @@ def test_messages_take_either_bracket_with_or_without_colon(text: str) -> None:
         ("skip_layers: 'a' skip_layers: \"b\"", ("a", "b")),
         ('skip_layers: "a" "b"', ("ab",)),
         ('skip_layers: "a\\x62"', ("ab",)),
+        ("skip_layers: \"a\\142\\n\\\"\" '\\''", ("ab\n\"'",)),
         ('skip_layers: "Schicht_ä"', ("Schicht_ä",)),
     ],
 )

@@ -18,7 +18,7 @@ from amct_fx.config.parser import parse_cfg
 from test.config.helpers import MODEL_A, MODEL_C
 from test.config.strategies import configs, resolved_configs
 
-FEW = settings(max_examples=150, deadline=None)
+FEW = settings(max_examples=80, deadline=None)
 
 
 @FEW
