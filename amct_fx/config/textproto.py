@@ -175,7 +175,8 @@ def _expected(node: Node) -> str:
         descriptor.CPPTYPE_UINT32: "a whole number from 0 to 4294967295",
         descriptor.CPPTYPE_FLOAT: "a number such as 6.0",
     }
-    return f"{kinds[descriptor.cpp_type]}, not {node.token[:40]}"
+    expected = kinds.get(descriptor.cpp_type, "a value of another kind")
+    return f"{expected}, not {node.token[:40]}"
 
 
 def _warn_of_repetitions(node: Node) -> None:
