@@ -96,6 +96,7 @@ def _layer_facts(name: str, module: nn.Module, calls: int, owners: Counter[int])
     else:
         channels = layer.in_channels
         sizes = {"packing_sizes": (channels,), "in_channels": channels, "groups": layer.groups}
+        sizes["dilation"] = layer.dilation
     return LayerFacts(name=name, layer_type=layer_type, reason=reason, **sizes)
 
 

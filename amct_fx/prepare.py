@@ -48,6 +48,8 @@ def prepare_qat_amct(
     linear_channel_wise: bool = False,
     strict: bool = False,
     reused: Reuse = "float",
+    dialect: str = "auto",
+    name_map: Mapping[str, str] | None = None,
 ) -> nn.Module:
     """Return a copy of ``model`` that trains with quantization in the loop.
 
@@ -57,8 +59,8 @@ def prepare_qat_amct(
 
     Args:
         model: A float model in any mode, on any device; not wrapped in DDP or ``torch.compile``.
-        cfg: Path or text of a ``.cfg``, a :class:`CompressionConfig`, a ``QConfigMapping``, or
-            ``None`` for AMCT's defaults: INT8 everywhere, learned ranges.
+        cfg: Path or text of a ``.cfg`` or of AMCT's JSON, a dict, a :class:`CompressionConfig`, a
+            ``QConfigMapping``, or ``None`` for AMCT's defaults: INT8 everywhere, learned ranges.
         example_inputs: Optional; when given, the traced model is compared with the original on
         them,
             and what tracing would have changed stays Python code.
@@ -70,6 +72,9 @@ def prepare_qat_amct(
             share a weight: ``"float"`` leaves them float as AMCT, ``"quantize"`` gives them one
             weight quantizer and one input quantizer for all calls.
         strict: Raise instead of leaving parts that cannot be traced as they are.
+        dialect: ``"mindspore"`` refuses what AMCT for MindSpore has no field for; ``"auto"`` reads
+            both kinds of file.
+        name_map: New names of layers, by the names in the configuration.
 
     Returns:
         The prepared model, in the mode of ``model``; ``isinstance`` of its class.
@@ -91,13 +96,18 @@ def prepare_qat_amct(
         torch.Size([2, 4, 4, 4])
     """
     check_float_model(model)
-    config = cfg if isinstance(cfg, QConfigMapping) else load_config(cfg)
+    if isinstance(cfg, QConfigMapping):
+        config: QConfigMapping | CompressionConfig = cfg
+    else:
+        config = load_config(cfg, dialect=dialect, name_map=name_map)
     prepared = model if inplace else copy.deepcopy(model)
     captured = capture(prepared, is_layer, example_inputs=example_inputs, strict=strict)
     facts = model_facts(prepared, captured, reused)
     if isinstance(config, CompressionConfig):
         check_supported(config)
-        resolution = resolve(config, facts, linear_channel_wise=linear_channel_wise)
+        resolution = resolve(
+            config, facts, linear_channel_wise=linear_channel_wise, dialect=dialect
+        )
         config = qconfig_mapping_from_resolution(resolution, prepared)
     qconfigs = _qconfigs_by_layer(prepared, facts, config)
     check_finite_weights(prepared, qconfigs)

@@ -34,6 +34,8 @@ def get_qconfig_mapping(
     model: nn.Module,
     *,
     linear_channel_wise: bool = False,
+    dialect: str = "auto",
+    name_map: Mapping[str, str] | None = None,
 ) -> QConfigMapping:
     """Resolve a configuration for one model into a ``QConfigMapping``.
 
@@ -45,6 +47,8 @@ def get_qconfig_mapping(
         cfg: Path or text of a ``.cfg``, a :class:`CompressionConfig`, or ``None`` for the defaults.
         model: The float model; it is not changed.
         linear_channel_wise: Allow one weight scale per output of a Linear by name.
+        dialect: As for :func:`amct_fx.prepare_qat_amct`.
+        name_map: As for :func:`amct_fx.prepare_qat_amct`.
 
     Raises:
         ConfigError: If the configuration is wrong, or does not fit the model.
@@ -56,10 +60,10 @@ def get_qconfig_mapping(
         >>> [(name, qconfig is not None) for name, qconfig in mapping.module_name_qconfigs.items()]
         [('0', False), ('2', True)]
     """
-    config = load_config(cfg)
+    config = load_config(cfg, dialect=dialect, name_map=name_map)
     traced = copy.deepcopy(model)
     facts = model_facts(traced, capture(traced, is_layer))
-    resolution = resolve(config, facts, linear_channel_wise=linear_channel_wise)
+    resolution = resolve(config, facts, linear_channel_wise=linear_channel_wise, dialect=dialect)
     return qconfig_mapping_from_resolution(resolution, model)
 
 

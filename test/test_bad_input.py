@@ -74,7 +74,7 @@ def test_a_binary_file_is_refused(tmp_path):
 
 
 def test_a_directory_is_refused(tmp_path):
-    with pytest.raises(AmctError, match="directory"):
+    with pytest.raises(AmctError, match="folder"):
         prepare_qat_amct(Net(), tmp_path)
 
 

@@ -46,15 +46,15 @@ def read_source(source: object, starts: re.Pattern[str]) -> tuple[str, str | Non
     """Return a text and the file that it came from; ``None`` when the source is the text itself.
 
     Args:
-        source: A path, or a text: a string that holds a line break, ``{`` or ``#``, or that begins
-            with a field.
+        source: A path, or a text: a string that holds a line break, that begins with a field, or
+            that holds ``{`` or ``#`` and is not the path of a file.
         starts: What a text begins with.
     """
     if isinstance(source, str):
         if not source.strip():
             message = "the configuration is an empty string; pass None for the defaults"
             raise ConfigError(message)
-        if any(mark in source for mark in "\n{#") or starts.match(source):
+        if "\n" in source or starts.match(source) or _only_text(source):
             check_size(len(source), None)
             return source, None
     path = os.fspath(source) if isinstance(source, os.PathLike) else source
@@ -63,6 +63,11 @@ def read_source(source: object, starts: re.Pattern[str]) -> tuple[str, str | Non
         message = f"a configuration is a path, a text, a dict or None, not a {kind}"
         raise ConfigTypeError(message)
     return read_text(path), path
+
+
+def _only_text(source: str) -> bool:
+    """Return whether a one-line string can only be a text."""
+    return ("{" in source or "#" in source) and not os.path.exists(source)  # noqa: PTH110  no OSError
 
 
 def _read_bytes(path: Path) -> bytes:

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["load_config"]
 
-_STARTS_LIKE_CFG = re.compile(rf"\s*({'|'.join(ROOT_FIELDS)})\s*[:{{<]")
+_A_FIELD = rf"(?:{'|'.join(ROOT_FIELDS)})\s*[:{{<]"
+_LIKE_A_FIELD = r"[a-z_]{2,}\s*(?:[{<]|:\s*[\"'\[{<0-9]|:\s+\w)"  # a misspelt one, no path
+_STARTS_LIKE_CFG = re.compile(rf"\s*(?:{_A_FIELD}|{_LIKE_A_FIELD})")
 
 
 def load_config(
@@ -37,7 +39,8 @@ def load_config(
         source: One of
 
             * the path of a ``.cfg`` or a JSON file, or the text of one. A string is text when it
-              holds a line break, ``{`` or ``#``, or begins with a field; otherwise it is a path;
+              holds a line break, or begins with a field, or holds ``{`` or ``#`` and is not the
+              path of a file; otherwise it is a path;
             * a dict with the keys of the JSON file, or with the fields of a ``.cfg`` file;
             * a :class:`CompressionConfig`, which is returned;
             * ``None`` for the defaults.

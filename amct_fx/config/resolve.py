@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from amct_fx.config.dialect import check_dialect, detect_dialect
-from amct_fx.config.layer_types import CONV_TYPES
+from amct_fx.config.layer_types import CONV_TYPES, QUANTIZABLE_TYPES
 from amct_fx.config.messages import listing, warn
 from amct_fx.config.names import Lookup, look_up_names
 from amct_fx.config.schema import (
@@ -191,7 +191,10 @@ def _check_model(facts: ModelFacts, *, quantize: bool, prune: bool) -> None:
     """Raise unless the model has layers that the features could reach."""
     if quantize and not any(layer.eligible for layer in facts.layers):
         reasons = "; ".join(f"{layer.name!r}: {layer.reason}" for layer in facts.layers[:5])
-        message = f"the model has no layer that can be quantized{reasons and f' ({reasons})'}"
+        message = (
+            f"the model has no layer that can be quantized{reasons and f' ({reasons})'}; "
+            f"these types can: {', '.join(QUANTIZABLE_TYPES)}"
+        )
         raise ModelError(message)
     if prune and not any(layer.prunable for layer in facts.layers):
         message = "the model has no layer that can be pruned"

@@ -160,3 +160,15 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
         write_text(target, "new \ud800")
     assert target.read_text() == "old"
     assert [item.name for item in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_misspelt_first_field_in_a_one_line_text_is_not_taken_for_a_path():
+    with pytest.raises(ConfigError, match=r"1:1.*skip_layers"):
+        load_config("skip_layer: 'conv1'")
+
+
+@pytest.mark.parametrize("name", ["run#2.cfg", "a{b}.cfg"])
+def test_a_file_whose_name_looks_like_a_text_is_still_a_path(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text("batch_num: 7")
+    assert load_config(name).batch_num == 7
