@@ -313,10 +313,12 @@ def test_arq_follows_the_float64_reference(
     np.testing.assert_allclose(scale.double().numpy()[~border], expected[~border], rtol=2e-7)
     fake = functional.arq_fake_quantize(weight, num_bits=bits, ch_axis=axis)
     codes = numpy(fake).reshape(rows.shape) / numpy(scale)[:, None]
-    assert np.all(np.abs(codes - np.rint(codes)) <= 1e-3)
-    assert np.all((codes >= -(2 ** (bits - 1)) - 1e-3) & (codes <= 2 ** (bits - 1) - 1 + 1e-3))
+    noise = 1e-3 + 2.0**bits * 2.0**-23  # float32 noise of code times scale
+    assert np.all(np.abs(codes - np.rint(codes)) <= noise)
+    half = 2 ** (bits - 1)
+    assert np.all((codes >= -half - noise) & (codes <= half - 1 + noise))
     steps = numpy(scale)[:, None]
-    reachable = np.minimum(rows, (2 ** (bits - 1) - 1) * steps)
+    reachable = np.minimum(rows, (half - 1) * steps)
     errors = np.abs(reachable - numpy(fake).reshape(rows.shape))
     assert np.all(errors <= (0.5 + 2.0**bits * 2.0**-22) * steps)
 
@@ -428,8 +430,7 @@ def test_per_channel_with_equal_scales_is_per_tensor_bit_for_bit(
     assert torch.equal(one, many)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_functions_equal_eager_ones(backend: str) -> None:
+def test_compiled_functions_equal_eager_ones() -> None:
     torch._dynamo.reset()
 
     def forward(x: Tensor, weight: Tensor, upper: Tensor, lower: Tensor, scale: Tensor) -> Tensor:
@@ -437,7 +438,7 @@ def test_compiled_functions_equal_eager_ones(backend: str) -> None:
         learned = functional.ulq_weight_fake_quantize(weight, scale, ch_axis=0)
         return x @ functional.arq_fake_quantize(weight, ch_axis=0).T + x @ learned.T
 
-    compiled = torch.compile(forward, fullgraph=True, backend=backend)
+    compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
     results = []
     for function in (forward, compiled):
         torch.manual_seed(1)
