@@ -14,6 +14,7 @@ from torch import fx, nn
 from torch.ao.quantization import FakeQuantizeBase
 
 from amct_fx.checks import check_prepared_model
+from amct_fx.distributed import RangeMerger
 from amct_fx.errors import ConvertError
 from amct_fx.fold import foldable_batch_norm
 from amct_fx.graph import (
@@ -66,6 +67,7 @@ def convert_amct(model: nn.Module) -> nn.Module:
     check_prepared_model(model)
     _check_calibrated(model)
     converted = copy.deepcopy(model).eval()
+    RangeMerger.detach(converted)
     with torch.no_grad():
         for name, region in list(regions(converted)):
             _convert_region(region, name)

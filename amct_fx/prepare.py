@@ -17,6 +17,7 @@ from torch.ao.quantization import QConfig, QConfigMapping
 from amct_fx.backend_config import Reuse, is_layer, model_facts
 from amct_fx.checks import check_finite_weights, check_float_model, check_supported
 from amct_fx.config import CompressionConfig, ModelFacts, load_config, resolve
+from amct_fx.distributed import RangeMerger, RangeMergeRule
 from amct_fx.errors import ModelError
 from amct_fx.graph import (
     FixedMinRule,
@@ -24,7 +25,7 @@ from amct_fx.graph import (
 )
 from amct_fx.insertion import WeightQuantizers, quantize_island_layer, quantize_region
 from amct_fx.nn.fused import disable_fused_paths
-from amct_fx.qconfig import qconfig_for_layer, qconfig_mapping_from_resolution
+from amct_fx.qconfig import calibration_forwards, qconfig_for_layer, qconfig_mapping_from_resolution
 from amct_fx.report.preparation import Preparation, record_preparation
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def prepare_qat_amct(
     linear_channel_wise: bool = False,
     strict: bool = False,
     reused: Reuse = "float",
+    range_merge: RangeMergeRule = "mean",
     dialect: str = "auto",
     name_map: Mapping[str, str] | None = None,
 ) -> nn.Module:
@@ -72,6 +74,8 @@ def prepare_qat_amct(
             share a weight: ``"float"`` leaves them float as AMCT, ``"quantize"`` gives them one
             weight quantizer and one input quantizer for all calls.
         strict: Raise instead of leaving parts that cannot be traced as they are.
+        range_merge: How the ranks of a distributed training join the ranges they calibrated:
+            ``"mean"``, or ``"max"`` for the widest.
         dialect: ``"mindspore"`` refuses what AMCT for MindSpore has no field for; ``"auto"`` reads
             both kinds of file.
         name_map: New names of layers, by the names in the configuration.
@@ -119,6 +123,7 @@ def prepare_qat_amct(
         if name in qconfigs:
             quantize_island_layer(prepared.get_submodule(name), name, qconfigs[name], weights)
     disable_fused_paths(prepared)
+    RangeMerger(calibration_forwards(qconfigs.values()), range_merge).attach(prepared)
     preparation = Preparation.of(facts, qconfigs, captured)
     record_preparation(prepared, preparation)
     logger.info("%s", preparation.headline)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.ao.quantization import QConfig, QConfigMapping
@@ -20,13 +20,18 @@ from amct_fx.config import (
     resolve,
 )
 from amct_fx.graph import capture
-from amct_fx.nn.geometry import weight_geometry
+from amct_fx.nn.geometry import constructor_arguments, weight_geometry
 from amct_fx.observers import ARQFakeQuantize, ULQFakeQuantize, ULQWeightFakeQuantize
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["get_qconfig_mapping", "qconfig_for_layer", "qconfig_mapping_from_resolution"]
+__all__ = [
+    "calibration_forwards",
+    "get_qconfig_mapping",
+    "qconfig_for_layer",
+    "qconfig_mapping_from_resolution",
+]
 
 
 def get_qconfig_mapping(
@@ -93,6 +98,16 @@ def qconfig_for_layer(mapping: QConfigMapping, name: str, module: nn.Module) -> 
             return _as_qconfig(qconfig)
     by_type = mapping.object_type_qconfigs
     return _as_qconfig(by_type.get(type(module), mapping.global_qconfig))
+
+
+def calibration_forwards(qconfigs: Iterable[QConfig]) -> int:
+    """Return how many forwards of the model the calibration takes.
+
+    Args:
+        qconfigs: The QConfigs of all layers that will be quantized.
+    """
+    arguments = (constructor_arguments(qconfig.activation)[1] for qconfig in qconfigs)
+    return max((given.get("batch_num", 1) for given in arguments), default=1)
 
 
 def _with_parents(name: str) -> Iterator[str]:

@@ -287,6 +287,8 @@ def test_the_converted_model_is_an_ordinary_module():
     expected = converted(x)
     assert isinstance(converted, Net)
     assert not converted.training
+    assert not converted._forward_hooks
+    assert not converted._forward_pre_hooks
     for clone in (copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
         assert torch.equal(clone(x), expected)
     other = convert_amct(trained(Net(), 2 * x))

@@ -86,7 +86,7 @@ class AmctFakeQuantize(KeywordChecked, FakeQuantizeBase):
     @property
     def is_calibrated(self) -> bool:
         """Whether the range is known, so that forward only uses it."""
-        return self._calibrated
+        return self._notice_calibration()
 
     def enable_fake_quant(self, enabled: bool = True) -> None:
         """Switch the fake-quantization on or off; off means ``y = x``."""

@@ -134,6 +134,28 @@ scale=0.00961109, zero_point=0, learning)
             *self._effective_clips(), num_bits=self.num_bits, symmetric=self.symmetric
         )
 
+    @torch.no_grad()
+    def set_clips(self, clip_max: Tensor | float, clip_min: Tensor | float) -> None:
+        """Set the range and end the calibration, for example with the range of all ranks.
+
+        Args:
+            clip_max: Upper clip, one value.
+            clip_min: Lower clip, one value.
+
+        Example:
+            >>> fake_quant = ULQFakeQuantize()
+            >>> fake_quant.set_clips(6.0, -2.0)
+            >>> fake_quant.is_calibrated, fake_quant.clip_min.item()
+            (True, -2.0)
+        """
+        upper = torch.as_tensor(clip_max).to(self.clip_max).reshape(1)
+        lower = torch.as_tensor(clip_min).to(self.clip_min).reshape(1)
+        clips = ulq_effective_clips(upper, lower, fixed_min=bool(self.fixed_min))
+        self._write(clips, ulq_scale_offset(*clips, self.num_bits, self.symmetric))
+        self._collector.batches.clear()
+        self.calibrated.fill_(1.0)
+        self._calibrated = True
+
     def extra_repr(self) -> str:
         """Return bits, clips, scale, zero point and state."""
         fixed_min = "auto" if self.fixed_min is None else self.fixed_min

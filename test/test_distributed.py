@@ -1,0 +1,208 @@
+"""Two gloo ranks: ranges merge once, clips stay equal, a rank that skips a layer hangs no one."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from amct_fx import convert_amct, prepare_qat_amct
+from amct_fx.observers import ULQFakeQuantize
+
+from .networks import Net, example
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
+
+CLIPS = """retrain_data_quant_config { ulq_quantize {
+    clip_max_min { clip_max: 3.0 clip_min: -3.0 } } }"""
+
+
+class Plain(nn.Module):
+    """No batch norm, so that two ranks can equal one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3)
+        self.second = nn.Conv2d(4, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x))).mean((2, 3))
+
+
+class Skips(nn.Module):
+    """Runs a layer only when the input is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Conv2d(3, 4, 1)
+        self.sometimes = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.always(x)
+        return self.sometimes(y) if x.abs().max() > 50 else y
+
+
+def clips(model: nn.Module) -> Tensor:
+    values = [m for m in model.modules() if isinstance(m, ULQFakeQuantize)]
+    return torch.stack([torch.cat([m.clip_max.detach(), m.clip_min.detach()]) for m in values])
+
+
+def on_every_rank(value: Tensor) -> list[Tensor]:
+    gathered = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, value)
+    return gathered
+
+
+def run(rank: int, job: Callable[[int], None], store: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    try:
+        job(rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def two_ranks(tmp_path: Path, job: Callable[[int], None]) -> None:
+    mp.spawn(run, (job, str(tmp_path / "store")), nprocs=2)
+
+
+def merged_ranges(rank: int) -> None:
+    torch.manual_seed(0)
+    model = Plain()
+    local = prepare_qat_amct(copy.deepcopy(model))
+    local.requires_grad_(False).eval()  # eval never communicates
+    local((rank + 1) * example())
+    expected = torch.stack(on_every_rank(clips(local)[0])).mean(0)
+    prepared = DistributedDataParallel(prepare_qat_amct(model))
+    optimizer = torch.optim.SGD(prepared.parameters(), lr=0.01)
+    for step in range(4):
+        optimizer.zero_grad()
+        prepared((rank + 1) * example()).square().mean().backward()
+        if step == 0:
+            assert torch.allclose(clips(prepared)[0], expected)
+        optimizer.step()
+        first, second = on_every_rank(clips(prepared))
+        assert torch.equal(first, second)
+    convert_amct(prepared.module)
+
+
+def test_calibrated_ranges_are_the_mean_over_ranks_and_stay_equal(tmp_path):
+    two_ranks(tmp_path, merged_ranges)
+
+
+def widest_range(rank: int) -> None:
+    torch.manual_seed(0)
+    prepared = prepare_qat_amct(Plain(), range_merge="max")
+    prepared((rank + 1) * example())
+    first, second = on_every_rank(clips(prepared))
+    assert torch.equal(first, second)
+    alone = prepare_qat_amct(Plain())
+    alone.eval()(2 * example())
+    assert torch.allclose(first[0], clips(alone)[0])
+
+
+def test_the_widest_rank_wins_on_request(tmp_path):
+    two_ranks(tmp_path, widest_range)
+
+
+def joined_batch(rank: int) -> None:
+    torch.manual_seed(0)
+    model = Plain()
+    x, y = example(8), torch.arange(8) % 4
+    joined = prepare_qat_amct(copy.deepcopy(model), CLIPS)
+    parallel = DistributedDataParallel(prepare_qat_amct(model, CLIPS))
+    part = slice(4 * rank, 4 * rank + 4)
+    for module, inputs, targets in ((joined, x, y), (parallel, x[part], y[part])):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(5):
+            optimizer.zero_grad()
+            F.cross_entropy(module(inputs), targets).backward()
+            optimizer.step()
+    state = joined.state_dict()
+    for key, value in parallel.module.state_dict().items():
+        assert torch.allclose(value, state[key], rtol=1e-5, atol=1e-6), key
+
+
+def test_two_ranks_equal_one_process_on_the_joined_batch(tmp_path):
+    two_ranks(tmp_path, joined_batch)
+
+
+def skipped_layer(rank: int) -> None:
+    torch.manual_seed(0)
+    prepared = prepare_qat_amct(Skips())
+    prepared((100 if rank == 0 else 1) * example())
+    assert prepared.sometimes.input_fake_quant.is_calibrated
+    first, second = on_every_rank(clips(prepared))
+    assert torch.equal(first, second)
+
+
+def test_a_rank_that_skips_a_layer_takes_the_range_of_the_other(tmp_path):
+    two_ranks(tmp_path, skipped_layer)
+
+
+class CountingGroup:
+    """Counts the collectives that anything calls."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._real = dist.all_reduce
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        self.count += 1
+        return self._real(*args, **kwargs)
+
+
+def counted_collectives(rank: int) -> None:
+    counting = CountingGroup()
+    dist.all_reduce = counting
+    prepared = prepare_qat_amct(Net(), "batch_num: 2")
+    prepared.eval()
+    prepared(example())
+    assert counting.count == 0
+    prepared.train()
+    counts = []
+    for _ in range(4):
+        prepared(example())
+        counts.append(counting.count)
+    assert counts == [0, 1, 1, 1]
+    prepared.eval()(example())
+    explicit = prepare_qat_amct(Net(), CLIPS)
+    explicit(example())
+    assert counting.count == 1
+
+
+def test_one_reduction_in_the_whole_training_and_none_in_eval(tmp_path):
+    two_ranks(tmp_path, counted_collectives)
+
+
+def resumed(rank: int) -> None:
+    torch.manual_seed(0)
+    first = prepare_qat_amct(Net())
+    first((rank + 1) * example())
+    second = prepare_qat_amct(Net())
+    second.load_state_dict(first.state_dict())
+    before = clips(second)
+    second((rank + 3) * example())
+    assert torch.equal(clips(second), before)
+
+
+def test_a_resumed_training_merges_nothing_again(tmp_path):
+    two_ranks(tmp_path, resumed)
+
+
+def test_without_a_process_group_nothing_happens():
+    prepared = prepare_qat_amct(Net())
+    prepared(example())
+    alone = clips(prepared)
+    prepared(example())
+    assert torch.equal(clips(prepared), alone)
