@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,7 +115,7 @@ def demo(
     ] = 0,
     epochs: Annotated[
         int, typer.Option(min=1, help="Epochs in float; a third as many follow quantized.")
-    ] = 15,
+    ] = 20,
 ) -> None:
     """Train, quantize, convert and export a small CNN on the digits of scikit-learn.
 
@@ -125,11 +127,25 @@ def demo(
     except ModuleNotFoundError as missing:
         message = f"the demo needs {missing.name}: python -m pip install 'amct-fx[demo]'"
         raise AmctError(message) from missing
-    with _progress_bars() as report:
-        result = run_demo(report=report, seed=seed, epochs=epochs)
+    with _quiet_exporter(), _progress_bars() as report:
+        result = run_demo(seed=seed, epochs=epochs, report=report)
     Console().print(_demo_table(result))
     if json_file is not None:
         _write_atomically(json_file, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+
+
+@contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    """Keep the exporter's notes to its own developers off the terminal; errors still show."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning, message=".*LeafSpec.*")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager

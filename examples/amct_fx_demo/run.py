@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 
 import amct_fx
 
-from .data import Digits, digits
+from .data import Split, digits
 from .deployment import compare_codes, export, onnx_codes, onnx_logits, torch_codes
 from .network import DigitsNet
 from .training import accuracy, correct_share, fit
@@ -54,44 +55,45 @@ class DemoResult:
     seconds: float
 
 
-def run_demo(*, report: Report, seed: int = 0, epochs: int = 15) -> DemoResult:
+def run_demo(*, seed: int, epochs: int, report: Report) -> DemoResult:
     """Run the whole demo.
 
     Args:
-        report: Told about the progress.
         seed: Decides the start weights and the order of the images; the split is always the same.
         epochs: Passes over the training images in float; a third as many follow with quantization.
+        report: Told about the progress.
     """
     started = time.perf_counter()
     torch.manual_seed(seed)
-    data = digits()
+    with _one_thread():
+        data = digits()
+        model = DigitsNet()
+        progress = partial(report, "Float training")
+        fit(model, data.train, epochs=epochs, max_lr=3e-3, progress=progress)
 
-    model = DigitsNet()
-    fit(
-        model,
-        data.train,
-        epochs=epochs,
-        max_lr=3e-3,
-        progress=partial(report, "Float training"),
-    )
+        prepared = amct_fx.prepare_qat_amct(model, CONFIG)
+        progress = partial(report, "Quantization-aware training")
+        fit(prepared, data.train, epochs=max(1, epochs // 3), max_lr=3e-4, progress=progress)
 
-    prepared = amct_fx.prepare_qat_amct(model, CONFIG)
-    fit(
-        prepared,
-        data.train,
-        epochs=max(1, epochs // 3),
-        max_lr=3e-4,
-        progress=partial(report, "Quantization-aware training"),
-    )
+        converted = amct_fx.convert_amct(prepared)
+        return _measure(data.held_out, model, prepared, converted, started)
 
-    converted = amct_fx.convert_amct(prepared)
-    return _measure(data, model, prepared, converted, started=started)
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let PyTorch use one thread: the tensors are small, and a run repeats to the last digit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _measure(
-    data: Digits, model: nn.Module, prepared: nn.Module, converted: nn.Module, *, started: float
+    held_out: Split, model: nn.Module, prepared: nn.Module, converted: nn.Module, started: float
 ) -> DemoResult:
-    images, labels = data.held_out
+    images, labels = held_out
     with TemporaryDirectory() as folder:
         float_onnx = Path(folder, "float.onnx")
         int8_onnx = Path(folder, "int8.onnx")
@@ -99,9 +101,9 @@ def _measure(
         export(converted, int8_onnx)
         codes = compare_codes(torch_codes(converted, images), onnx_codes(int8_onnx, images))
         return DemoResult(
-            float_accuracy=accuracy(model, data.held_out),
-            prepared_accuracy=accuracy(prepared, data.held_out),
-            converted_accuracy=accuracy(converted, data.held_out),
+            float_accuracy=accuracy(model, held_out),
+            prepared_accuracy=accuracy(prepared, held_out),
+            converted_accuracy=accuracy(converted, held_out),
             onnxruntime_accuracy=correct_share(onnx_logits(int8_onnx, images), labels),
             float_onnx_bytes=float_onnx.stat().st_size,
             int8_onnx_bytes=int8_onnx.stat().st_size,
