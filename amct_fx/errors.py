@@ -22,6 +22,7 @@ __all__ = [
     "ConfigFileNotFoundError",
     "ConfigTypeError",
     "ConvertError",
+    "InputDataError",
     "ModelError",
     "ModelStateError",
     "ModelTypeError",
@@ -85,6 +86,10 @@ class ModelTypeError(AmctError, TypeError):
 
 class ModelStateError(AmctError, RuntimeError):
     """The model is in the wrong state for the call: already prepared, wrapped, not prepared."""
+
+
+class InputDataError(AmctError, RuntimeError, TypeError):
+    """Example inputs that are neither a tensor nor a tuple; AMCT raises either of both classes."""
 
 
 class CalibrationError(AmctError, RuntimeError):

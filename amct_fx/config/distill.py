@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from amct_fx.config.files import read_source
 from amct_fx.config.halves import build, read_activation, read_weight
 from amct_fx.config.resolve import resolve
+from amct_fx.config.rules import DISTILL
 from amct_fx.config.schema import (
     ActivationConfig,
     CompressionConfig,
@@ -143,7 +144,7 @@ def resolve_distill(
         config.quantization(),
         facts,
         linear_channel_wise=linear_channel_wise,
-        skip_beats_override=True,
+        rules=DISTILL,
     )
 
 

@@ -156,20 +156,15 @@ def parse_distill_json(
 
 
 def _groups(value: object, source: Source) -> tuple[tuple[str, ...], ...]:
-    """Read the groups; no module may be in two of them."""
+    """Read the groups; what they mean for a model is checked when they meet it."""
     is_list = isinstance(value, list) and all(isinstance(group, list) for group in value)
     if not isinstance(value, list) or not is_list:
         message = "distill_group must be a list of lists of module names"
         raise ConfigTypeError(message, file=source.file)
-    seen: set[str] = set()
     for name in (name for group in value for name in group):
         if not isinstance(name, str):
             message = f"distill_group holds {name!r}, which is no module name"
             raise ConfigTypeError(message, file=source.file)
-        if name in seen:
-            message = f"distill_group has the module {name!r} twice"
-            raise source.error(message)
-        seen.add(name)
     if any(not group for group in value):
         message = "distill_group has an empty group"
         raise source.error(message)

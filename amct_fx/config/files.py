@@ -124,10 +124,12 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """
     target = Path(path)
     _make_folder(target.parent)
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=".amct-fx-")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
             file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         Path(temporary).chmod(_FILE_MODE)
         Path(temporary).replace(target)
     except BaseException:

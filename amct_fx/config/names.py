@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from amct_fx.config.layer_types import QUANTIZABLE_TYPES, LayerType, resolve_type
+from amct_fx.config.layer_types import LayerType, resolve_type
 from amct_fx.config.messages import listing, warn
+from amct_fx.config.rules import RETRAIN, Rules
 from amct_fx.config.schema import SKIP_FIELDS, CompressionConfig, LayerOverride, TypeOverride
 from amct_fx.config.specs import LayerFacts, ModelFacts
 from amct_fx.errors import ConfigError, did_you_mean
@@ -36,6 +37,7 @@ class Lookup:
     skip_names: dict[str, frozenset[str]] = field(default_factory=dict)
     skip_types: dict[str, list[tuple[LayerType, str]]] = field(default_factory=dict)
     config: CompressionConfig = field(default_factory=CompressionConfig)
+    rules: Rules = RETRAIN
 
     def overrides(self, layer: LayerFacts) -> list[LayerOverride | TypeOverride]:
         """Return the overrides that apply to a layer, the strongest first."""
@@ -69,24 +71,31 @@ class Lookup:
     def _entry(self, list_name: str, entry: str) -> str:
         source = self.config.skip_source(list_name, entry)
         place = f" ({source})" if source.line else ""
-        return f"{SKIP_FIELDS[list_name]} has {entry!r}{place}"
+        return f"{self.rules.skip_fields[list_name]} has {entry!r}{place}"
 
 
 def look_up_names(
-    config: CompressionConfig, facts: ModelFacts, *, quantize: bool, prune: bool, dialect: str
+    config: CompressionConfig,
+    facts: ModelFacts,
+    rules: Rules,
+    *,
+    quantize: bool,
+    prune: bool,
+    dialect: str,
 ) -> Lookup:
     """Check all names and types, overrides first.
 
     Raises:
         ConfigError: For a name or type that the model cannot have, or that is given twice.
     """
-    checker = _Checker(config, facts, quantize=quantize, prune=prune, dialect=dialect)
+    checker = _Checker(config, facts, rules, quantize=quantize, prune=prune, dialect=dialect)
     return Lookup(
         by_name=checker.layer_overrides(),
         by_type=checker.type_overrides(),
         skip_names={name: frozenset(getattr(config, name)) for name in SKIP_FIELDS},
         skip_types=checker.skip_lists(),
         config=config,
+        rules=rules,
     )
 
 
@@ -97,12 +106,14 @@ class _Checker:
         self,
         config: CompressionConfig,
         facts: ModelFacts,
+        rules: Rules,
         *,
         quantize: bool,
         prune: bool,
         dialect: str,
     ) -> None:
         self._config = config
+        self._rules = rules
         self._layers = {layer.name: layer for layer in facts.layers}
         self._modules = {**facts.modules, **{item.name: item.layer_type for item in facts.layers}}
         self._model_types = set(self._modules.values())
@@ -142,10 +153,10 @@ class _Checker:
                 override.type, model_types=self._model_types, source=override.source
             )
             _note(layer_type, override)
-            if not layer_type.quantizable:
+            if layer_type.name not in self._rules.types:
                 message = (
                     f"layers of type {override.type!r} cannot be set, they are not quantized"
-                    f" (quantizable: {', '.join(QUANTIZABLE_TYPES)})"
+                    f" (quantizable: {', '.join(self._rules.types)})"
                 )
                 raise override.source.error(message)
             if layer_type.key in found:
@@ -179,7 +190,7 @@ class _Checker:
     def _skip_names(self, list_name: str, eligible: Callable[[LayerFacts], bool]) -> None:
         """Check the names in one skip list."""
         seen: set[str] = set()
-        label = SKIP_FIELDS[list_name]
+        label = self._rules.skip_fields[list_name]
         for name in getattr(self._config, list_name):
             source = self._config.skip_source(list_name, name)
             if name not in self._modules:
@@ -197,7 +208,7 @@ class _Checker:
     def _skip_types(self, list_name: str) -> list[tuple[LayerType, str]]:
         """Check the types in one skip list."""
         result: dict[tuple[str, bool], tuple[LayerType, str]] = {}
-        label = SKIP_FIELDS[list_name]
+        label = self._rules.skip_fields[list_name]
         for spelling in getattr(self._config, list_name):
             source = self._config.skip_source(list_name, spelling)
             layer_type = resolve_type(spelling, model_types=self._model_types, source=source)
@@ -208,7 +219,7 @@ class _Checker:
                 same = f" (as {first!r})" if first != spelling else ""
                 warn(f"{source}: {label} has {spelling!r} more than once{same}")
                 continue
-            if not layer_type.quantizable:
+            if not self._may_be_skipped(layer_type):
                 warn(
                     f"{source}: {label} has {spelling!r}, which has no effect: "
                     "layers of this type are not quantized"
@@ -217,6 +228,13 @@ class _Checker:
                 warn(f"{source}: {label} has {spelling!r}, but the model has no such layer")
             result[layer_type.key] = (layer_type, spelling)
         return list(result.values())
+
+    def _may_be_skipped(self, layer_type: LayerType) -> bool:
+        """Whether it makes sense to skip layers of this type, in this model or in another."""
+        name = layer_type.name
+        return layer_type.quantizable and (
+            name in self._rules.types or name not in self._model_types
+        )
 
     def _check_type_prune(self, layer_type: LayerType, override: TypeOverride) -> None:
         """Raise when layers of the type cannot be pruned in this way."""

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from amct_fx.config.dialect import check_dialect, detect_dialect
-from amct_fx.config.layer_types import CONV_TYPES, QUANTIZABLE_TYPES
+from amct_fx.config.layer_types import CONV_TYPES
 from amct_fx.config.messages import listing, warn
 from amct_fx.config.names import Lookup, look_up_names
+from amct_fx.config.rules import RETRAIN, Rules
 from amct_fx.config.schema import (
     ActivationConfig,
     CompressionConfig,
@@ -28,14 +29,6 @@ from amct_fx.errors import ModelError
 
 __all__ = ["LayerFacts", "LayerSpec", "ModelFacts", "Origin", "Resolution", "resolve"]
 
-_PAIRS = frozenset(
-    {
-        (DataType.INT8, DataType.INT8),
-        (DataType.INT8, DataType.INT4),
-        (DataType.INT16, DataType.INT8),
-    }
-)
-
 
 def resolve(
     config: CompressionConfig,
@@ -43,7 +36,7 @@ def resolve(
     *,
     linear_channel_wise: bool = False,
     dialect: str = "auto",
-    skip_beats_override: bool = False,
+    rules: Rules = RETRAIN,
 ) -> Resolution:
     """Decide for each eligible layer whether and how it is quantized and pruned.
 
@@ -52,8 +45,7 @@ def resolve(
         facts: Facts about the model.
         linear_channel_wise: Accept ``channel_wise: true`` in the override of a Linear by name.
         dialect: ``"auto"``, ``"pytorch"`` or ``"mindspore"``; there is more to warn of in the last.
-        skip_beats_override: A skip takes a layer out also when an override names it, as it is in
-            distillation; otherwise the override wins.
+        rules: Those of training, or of distillation.
 
     Raises:
         ConfigError: When the configuration does not fit the model.
@@ -71,13 +63,13 @@ def resolve(
     prune = config.has_prune_message
     quantize = config.resolved or config.has_quant_message or not prune
     eligible = [layer for layer in facts.layers if layer.eligible]
-    _check_model(facts, quantize=quantize, prune=prune)
-    lookup = look_up_names(config, facts, quantize=quantize, prune=prune, dialect=dialect)
-    resolver = _Resolver(config, lookup, quantize, prune, skip_beats_override)
+    _check_model(facts, rules, quantize=quantize, prune=prune)
+    lookup = look_up_names(config, facts, rules, quantize=quantize, prune=prune, dialect=dialect)
+    resolver = _Resolver(config, lookup, quantize, prune, rules)
     specs = [resolver.spec(layer) for layer in eligible]
     resolver.warn()
     specs = _decide_channel_wise(specs, linear_channel_wise=linear_channel_wise)
-    _check_pairs(specs)
+    _check_pairs(specs, rules)
     _check_something_left(config, specs, quantize=quantize, prune=prune)
     specs = _fall_back_from_int4(specs, eligible)
     if dialect == "mindspore":
@@ -99,7 +91,7 @@ class _Resolver:
     lookup: Lookup
     quantize: bool
     prune: bool
-    skip_beats_override: bool
+    rules: Rules
 
     def __post_init__(self) -> None:
         self.reenabled: list[str] = []
@@ -147,7 +139,7 @@ class _Resolver:
             return "quantization is off: the configuration only prunes"
         if self.config.resolved:
             return skip or (None if overrides else "the configuration does not list it")
-        if skip and self.skip_beats_override:
+        if skip and self.rules.skip_beats_override:
             return skip
         if any(item.activation is not None or item.weight is not None for item in overrides):
             if skip:
@@ -187,13 +179,13 @@ class _Resolver:
         return None, Origin()
 
 
-def _check_model(facts: ModelFacts, *, quantize: bool, prune: bool) -> None:
+def _check_model(facts: ModelFacts, rules: Rules, *, quantize: bool, prune: bool) -> None:
     """Raise unless the model has layers that the features could reach."""
     if quantize and not any(layer.eligible for layer in facts.layers):
         reasons = "; ".join(f"{layer.name!r}: {layer.reason}" for layer in facts.layers[:5])
         message = (
             f"the model has no layer that can be quantized{reasons and f' ({reasons})'}; "
-            f"these types can: {', '.join(QUANTIZABLE_TYPES)}"
+            f"these types can: {', '.join(rules.types)}"
         )
         raise ModelError(message)
     if prune and not any(layer.prunable for layer in facts.layers):
@@ -226,12 +218,12 @@ def _decide_channel_wise(specs: list[LayerSpec], *, linear_channel_wise: bool) -
     return result
 
 
-def _check_pairs(specs: list[LayerSpec]) -> None:
+def _check_pairs(specs: list[LayerSpec], rules: Rules) -> None:
     """Raise for the first pair of widths that cannot be combined; name all layers that have it."""
     bad = [
         (spec, (spec.activation.dst_type, spec.weight.dst_type))
         for spec in specs
-        if spec.quantize and (spec.activation.dst_type, spec.weight.dst_type) not in _PAIRS
+        if spec.quantize and (spec.activation.dst_type, spec.weight.dst_type) not in rules.pairs
     ]
     if not bad:
         return
@@ -240,7 +232,7 @@ def _check_pairs(specs: list[LayerSpec]) -> None:
     culprit = first.weight_origin if pair[0] is DataType.INT8 else first.activation_origin
     message = (
         f"{pair[0].name} activations with {pair[1].name} weights are not supported "
-        f"(layers {listing(names)}); use INT8 with INT8 or INT4, or INT16 with INT8"
+        f"(layers {listing(names)}); use {' or '.join(rules.pairs.values())}"
     )
     raise culprit.source.error(message)
 

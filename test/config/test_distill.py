@@ -174,7 +174,6 @@ def test_every_key_in_front_of_the_layers_is_needed(key: str) -> None:
         ({"batch_num": 0}, "batch_num must be at least 1"),
         ({"group_size": 0}, "group_size must be at least 1"),
         ({"distill_group": [[]]}, "empty group"),
-        ({"distill_group": [["a"], ["a"]]}, "module 'a' twice"),
         ({"fc": 1}, "an object is expected"),
         ({"fc": {"retrain_enable": True}}, "unknown key 'retrain_enable'"),
         ({"fc": {"distill_weight_config": {"algo": "arq_retrain"}}}, "algo must be arq_distill"),
