@@ -14,6 +14,7 @@ from torch import Tensor
 
 from amct_fx.errors import ConfigError
 from amct_fx.observers._checks import check_floating, check_num_bits
+from amct_fx.observers._clip import clip_with_excess, grad_above, grad_inside, like
 from amct_fx.observers._geometry import count_rows, split_groups, spread, to_output_major
 from amct_fx.observers._ulq import EPS
 
@@ -222,10 +223,12 @@ class _WeightULQFunction(torch.autograd.Function):
             half = 2 ** (num_bits - 1)
             s = spread(scale, weight, ch_axis, groups)
             w = split_groups(weight, ch_axis, groups).to(torch.float32)
-            v = w / s
-            d = v.round().sub_(v)
-            d = d.masked_fill_(w > s * (half - 1), half - 1).masked_fill_(w < s * -half, -half)
-            products = d.mul_(split_groups(grad, ch_axis, groups))
+            g = like(split_groups(grad, ch_axis, groups), w)
+            v, excess = clip_with_excess(w, s * -half, s * (half - 1))
+            v.div_(s)
+            products = v.round().sub_(v).mul_(grad_inside(g, excess))
+            products.add_(grad_above(g, excess), alpha=half - 1)
+            products.sub_(grad_above(g, excess.neg_()), alpha=half)
             rows = count_rows(weight, ch_axis, groups)
             if scale.numel() == 1:
                 total = products.sum()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from amct_fx.observers._checks import check_floating, check_num_bits
+from amct_fx.observers._clip import clip_with_excess, grad_above, grad_inside, like
 
 EPS = 1.192092896e-7
 """Float32 machine epsilon: a smaller scale counts as no range at all."""
@@ -150,10 +151,11 @@ class _ULQFunction(torch.autograd.Function):
         num_bits: int,
     ) -> Tensor:
         """Return ``(clamp(RNE(x/s + o), qmin, qmax) - o) * s`` in the dtype of ``x``."""
-        ctx.save_for_backward(x, upper, lower, scale, offset)
+        ctx.clip_shape = upper.shape
+        upper, lower, s, o = (t.reshape(()) for t in (upper, lower, scale, offset))
+        ctx.save_for_backward(x, upper, lower, s, o)
         ctx.num_bits = num_bits
         half = 2 ** (num_bits - 1)
-        s, o = scale.reshape(()), offset.reshape(())
         codes = (x.to(torch.float32) / s).add_(o).round_().clamp_(-half, half - 1)
         return codes.sub_(o).mul_(s).to(x.dtype)
 
@@ -165,24 +167,23 @@ class _ULQFunction(torch.autograd.Function):
         elsewhere)/s and e = (RNE(u) - u)/Q: grad_x = g outside U and L, grad_M = Σ g·(e + U),
         grad_m = Σ g·(L - e).
         """
-        (grad,) = grads
-        x, upper, lower, scale, offset = ctx.saved_tensors
-        half = 2 ** (ctx.num_bits - 1)
-        shape = upper.shape
-        upper, lower, s, o = (t.reshape(()) for t in (upper, lower, scale, offset))
+        x, upper, lower, s, o = ctx.saved_tensors
+        half, steps = 2 ** (ctx.num_bits - 1), 2**ctx.num_bits - 1
         values = x.to(torch.float32)
-        above = values > s * (half - 1 - o)
-        below = values < s * (-half - o)
-        grad_x = grad_max = grad_min = None
-        if ctx.needs_input_grad[0]:
-            grad_x = torch.where(above | below, 0.0, grad)
-        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            grad = grad.to(torch.float32)
-            u = torch.where(above, upper, torch.where(below, lower, values)).div_(s)
-            e = u.round().sub_(u).div_(2**ctx.num_bits - 1)
-            grad_max = torch.add(e, above).mul_(grad).sum().reshape(shape)
-            grad_min = e.neg_().add_(below).mul_(grad).sum().reshape(shape)
-        return grad_x, grad_max, grad_min, None, None, None, None, None
+        grad = like(grads[0], values)
+        clamped, excess = clip_with_excess(values, s * (-half - o), s * (half - 1 - o))
+        inside = grad_inside(grad, excess)
+        grad_x = inside.to(x.dtype)
+        if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
+            return grad_x, *[None] * 7
+        above, below = grad_above(grad, excess), grad_above(grad, excess.neg_())
+        u = clamped.div_(s)
+        products = u.round().sub_(u).div_(steps).mul_(inside)  # g·e; e of clipped elements:
+        e_above, e_below = (((c / s).round() - c / s) / steps for c in (upper, lower))
+        grad_max = products.addcmul(above, 1 + e_above).addcmul_(below, e_below)
+        grad_min = products.neg_().addcmul_(above, -e_above).addcmul_(below, 1 - e_below)
+        shape = ctx.clip_shape
+        return grad_x, grad_max.sum().reshape(shape), grad_min.sum().reshape(shape), *[None] * 5
 
 
 def ulq_apply(
