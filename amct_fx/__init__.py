@@ -8,12 +8,14 @@ The four lines of use::
     torch.onnx.export(model, args, "model.onnx")
 """
 
+from amct_fx.checkpoint import load_checkpoint, save_checkpoint
 from amct_fx.config import CompressionConfig, load_config
 from amct_fx.convert import convert_amct
 from amct_fx.errors import (
     AmctError,
     AmctWarning,
     CalibrationError,
+    CheckpointError,
     ConfigError,
     ConfigFileNotFoundError,
     ConfigTypeError,
@@ -32,6 +34,7 @@ __all__ = [
     "AmctError",
     "AmctWarning",
     "CalibrationError",
+    "CheckpointError",
     "CompressionConfig",
     "ConfigError",
     "ConfigFileNotFoundError",
@@ -42,7 +45,9 @@ __all__ = [
     "ModelTypeError",
     "convert_amct",
     "get_qconfig_mapping",
+    "load_checkpoint",
     "load_config",
     "prepare_qat_amct",
+    "save_checkpoint",
     "summarize",
 ]

@@ -18,6 +18,7 @@ __all__ = [
     "AmctError",
     "AmctWarning",
     "CalibrationError",
+    "CheckpointError",
     "ConfigError",
     "ConfigFileNotFoundError",
     "ConfigTypeError",
@@ -94,6 +95,10 @@ class InputDataError(AmctError, RuntimeError, TypeError):
 
 class CalibrationError(AmctError, RuntimeError):
     """Calibration data from which no range can be found, such as NaN or Inf."""
+
+
+class CheckpointError(AmctError, RuntimeError):
+    """A checkpoint that cannot be read, or belongs to another model; names the first difference."""
 
 
 class ConvertError(AmctError, RuntimeError):

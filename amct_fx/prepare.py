@@ -26,7 +26,7 @@ from amct_fx.graph import (
 from amct_fx.insertion import WeightQuantizers, quantize_island_layer, quantize_region
 from amct_fx.nn.fused import disable_fused_paths
 from amct_fx.qconfig import calibration_forwards, qconfig_for_layer, qconfig_mapping_from_resolution
-from amct_fx.report.preparation import Preparation, record_preparation
+from amct_fx.report.preparation import Preparation, Recipe, record_preparation
 
 if TYPE_CHECKING:
     import torch
@@ -100,20 +100,20 @@ def prepare_qat_amct(
         torch.Size([2, 4, 4, 4])
     """
     check_float_model(model)
-    if isinstance(cfg, QConfigMapping):
-        config: QConfigMapping | CompressionConfig = cfg
-    else:
+    config = None
+    if not isinstance(cfg, QConfigMapping):
         config = load_config(cfg, dialect=dialect, name_map=name_map)
+        check_supported(config)
     prepared = model if inplace else copy.deepcopy(model)
     captured = capture(prepared, is_layer, example_inputs=example_inputs, strict=strict)
     facts = model_facts(prepared, captured, reused)
-    if isinstance(config, CompressionConfig):
-        check_supported(config)
+    if config is not None:
         resolution = resolve(
             config, facts, linear_channel_wise=linear_channel_wise, dialect=dialect
         )
-        config = qconfig_mapping_from_resolution(resolution, prepared)
-    qconfigs = _qconfigs_by_layer(prepared, facts, config)
+        cfg = qconfig_mapping_from_resolution(resolution, prepared)
+    assert isinstance(cfg, QConfigMapping)
+    qconfigs = _qconfigs_by_layer(prepared, facts, cfg)
     check_finite_weights(prepared, qconfigs)
 
     weights = WeightQuantizers()
@@ -124,7 +124,13 @@ def prepare_qat_amct(
             quantize_island_layer(prepared.get_submodule(name), name, qconfigs[name], weights)
     disable_fused_paths(prepared)
     RangeMerger(calibration_forwards(qconfigs.values()), range_merge).attach(prepared)
-    preparation = Preparation.of(facts, qconfigs, captured)
+    options = {
+        "fixed_min_rule": fixed_min_rule,
+        "linear_channel_wise": linear_channel_wise,
+        "reused": reused,
+        "range_merge": range_merge,
+    }
+    preparation = Preparation.of(facts, qconfigs, captured, Recipe(config, options))
     record_preparation(prepared, preparation)
     logger.info("%s", preparation.headline)
     return prepared

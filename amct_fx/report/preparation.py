@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from amct_fx.config import ModelFacts
+    from amct_fx.config import CompressionConfig, ModelFacts
     from amct_fx.graph import Capture, Island
 
-__all__ = ["LayerDecision", "Preparation", "preparation_of", "record_preparation"]
+__all__ = ["LayerDecision", "Preparation", "Recipe", "preparation_of", "record_preparation"]
 
 _ATTRIBUTE = "_amct_preparation"
 
@@ -27,14 +27,30 @@ class LayerDecision:
 
 
 @dataclass(frozen=True)
+class Recipe:
+    """What prepare was asked for: enough to do the same again in another process.
+
+    Attributes:
+        config: The configuration, ``None`` when a ``QConfigMapping`` was given.
+        options: The keyword arguments of the call that decide what the model becomes.
+    """
+
+    config: CompressionConfig | None
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Preparation:
     """All layers of quantizable types in model order, and the parts that could not be traced."""
 
     layers: tuple[LayerDecision, ...]
     islands: tuple[Island, ...]
+    recipe: Recipe
 
     @classmethod
-    def of(cls, facts: ModelFacts, quantized: Container[str], captured: Capture) -> Preparation:
+    def of(
+        cls, facts: ModelFacts, quantized: Container[str], captured: Capture, recipe: Recipe
+    ) -> Preparation:
         """Collect the decisions of one prepare call."""
         layers = tuple(
             LayerDecision(
@@ -44,7 +60,7 @@ class Preparation:
             )
             for layer in facts.layers
         )
-        return cls(layers, tuple(captured.islands))
+        return cls(layers, tuple(captured.islands), recipe)
 
     @property
     def headline(self) -> str:
