@@ -30,7 +30,7 @@ def trained(model: nn.Module, cfg: str | None = CFG, **options: object) -> nn.Mo
     prepared = prepare_qat_amct(model, cfg, **options)
     optimizer = torch.optim.SGD(prepared.parameters(), lr=0.01)
     for _ in range(3):
-        outputs = prepared(example())
+        outputs = prepared(example(4))
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         sum(output.square().mean() for output in outputs).backward()
         optimizer.step()
