@@ -16,7 +16,7 @@ from amct_fx.errors import ConfigError
 from amct_fx.observers._checks import check_floating, check_num_bits
 from amct_fx.observers._clip import clip_with_excess, grad_above, grad_inside, like
 from amct_fx.observers._geometry import count_rows, split_groups, spread, to_output_major
-from amct_fx.observers._ulq import EPS
+from amct_fx.observers._scale import EPS, symmetric_scale
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -62,11 +62,7 @@ def arq_qparams(
             rows = to_output_major(values, ch_axis=ch_axis, groups=groups).unsqueeze(-1)
             others = list(range(1, rows.dim()))
             largest, smallest = rows.amax(others), rows.amin(others)
-        above, below = largest.abs(), smallest.abs()
-        half = 2 ** (num_bits - 1)
-        steps = torch.full_like(above, half - 1).masked_fill_(above < below, half)
-        scale = torch.maximum(above, below) / steps
-        return scale.masked_fill_(scale < EPS, 1.0)
+        return symmetric_scale(largest, smallest, num_bits)
 
 
 def _quantize_weight(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.ao.quantization import FakeQuantizeBase
 
 from amct_fx.errors import AmctWarning, ModelStateError
-from amct_fx.observers._checks import check_keywords, check_num_bits
+from amct_fx.observers._checks import check_floating, check_keywords, check_num_bits
 
 STATE_VERSION = 1
 """Format of the extra state; a new field means a new version and code that reads the old one."""
@@ -85,7 +85,7 @@ class AmctFakeQuantize(KeywordChecked, FakeQuantizeBase):
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether the range is known, so that forward only uses it."""
+        """Whether the range is known; may read the device."""
         return self._notice_calibration()
 
     def enable_fake_quant(self, enabled: bool = True) -> None:
@@ -121,6 +121,11 @@ class AmctFakeQuantize(KeywordChecked, FakeQuantizeBase):
         self._batches_seen = seen
         self.enable_fake_quant(bool(fake_quant_on))
         self.enable_observer(bool(observer_on))
+
+    def _check_input(self, x: Tensor, what: str) -> None:
+        """Raise :class:`ModelTypeError` unless ``x`` is a floating point tensor."""
+        if not (isinstance(x, Tensor) and x.is_floating_point()):
+            check_floating(x, f"{self._label()}{what}")
 
     def _label(self) -> str:
         """Return ``"layer 'name': "`` for messages, or nothing."""
@@ -158,11 +163,10 @@ class AmctFakeQuantize(KeywordChecked, FakeQuantizeBase):
 
     def _after_load(self) -> None:
         """Bring the Python attributes in line with loaded buffers."""
-        flag = self._buffers.get("calibrated")
-        if flag is None or flag.is_meta:
+        if "calibrated" not in self._buffers:
             return
-        self._calibrated = bool(flag > 0)
-        if not self._calibrated and self._batches_seen:
+        self._calibrated = False
+        if not self._notice_calibration() and self._batches_seen:
             self._batches_seen = 0
             message = (
                 "the checkpoint was taken in the middle of a calibration over several batches; "
@@ -195,7 +199,7 @@ class AmctFakeQuantize(KeywordChecked, FakeQuantizeBase):
         Averaging (EMA, SWA) copies tensors only, so a copy made before the start learns of its
         clips here.
         """
-        if not self._calibrated:
+        if not self._calibrated and not self.calibrated.is_meta:
             self._calibrated = bool(self.calibrated > 0)
         return self._calibrated
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from amct_fx.errors import CalibrationError
 from amct_fx.observers._checks import check_floating, check_num_bits
-from amct_fx.observers._ulq import EPS
+from amct_fx.observers._scale import EPS
 
 _PERCENTILE = 0.999999
 _CANDIDATES = 61

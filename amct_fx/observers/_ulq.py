@@ -13,9 +13,7 @@ from torch import Tensor
 
 from amct_fx.observers._checks import check_floating, check_num_bits
 from amct_fx.observers._clip import clip_with_excess, grad_above, grad_inside, like
-
-EPS = 1.192092896e-7
-"""Float32 machine epsilon: a smaller scale counts as no range at all."""
+from amct_fx.observers._scale import one_below_eps, symmetric_scale, true_divide
 
 
 def ulq_effective_clips(
@@ -52,44 +50,31 @@ def ulq_effective_clips(
         (tensor([1.5000]), tensor([0.]))
     """
     with torch.no_grad():
-        upper = clip_max.detach().to(torch.float32, copy=True)
-        if fixed_min:
-            lower = torch.zeros_like(upper)
-        else:
-            lower = clip_min.detach().to(torch.float32, copy=True)
         if previous is None:
-            return upper, lower
-        last_upper, last_lower = (clip.detach().to(torch.float32) for clip in previous)
-        equal = (upper - lower) == 0
-        negative = upper < 0
-        use_upper = equal | negative
-        use_lower = equal | (~negative & (lower > 0))
+            upper = clip_max.to(torch.float32, copy=True)
+            return upper, torch.zeros_like(upper) if fixed_min else clip_min.to(upper, copy=True)
+        upper = clip_max.to(torch.float32)
+        lower = torch.zeros_like(upper) if fixed_min else clip_min.to(torch.float32)
+        last_upper, last_lower = (clip.to(torch.float32) for clip in previous)
+        equal, negative, positive = upper == lower, upper < 0, lower > 0
         return (
-            torch.where(use_upper, last_upper, upper),
-            torch.where(use_lower, last_lower, lower),
+            torch.where(equal | negative, last_upper, upper),
+            torch.where(equal | (positive > negative), last_lower, lower),
         )
 
 
 def ulq_scale_offset(
     clip_max: Tensor, clip_min: Tensor, num_bits: int, symmetric: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return scale and offset, both float32, of effective float32 clips.
-
-    The divisions by ``Q`` and ``h`` are divisions by tensors: accelerators turn a division by a
-    Python number into a multiplication with its reciprocal, which is another float.
-    """
+    """Return scale and offset, both float32, of effective float32 clips."""
     half = 2 ** (num_bits - 1)
     if symmetric:
-        above, below = clip_max.abs(), clip_min.abs()
-        steps = torch.full_like(above, half - 1).masked_fill_(above < below, half)
-        scale = torch.maximum(above, below) / steps
-        return scale.masked_fill_(scale < EPS, 1.0), torch.zeros_like(scale)
-    upper, lower = clip_max.clamp(min=0), clip_min.clamp(max=0)
-    scale = (upper - lower) / torch.full_like(upper, 2**num_bits - 1)
-    offset = -half - lower / scale
-    # A range of exactly zero has scale 0: the same case as any other scale below EPS.
-    empty = scale < EPS
-    return scale.masked_fill_(empty, 1.0), offset.masked_fill_(empty, -half).round_()
+        scale = symmetric_scale(clip_max, clip_min, num_bits)
+        return scale, torch.zeros_like(scale)
+    lower = clip_min.clamp(max=0)
+    scale = one_below_eps(true_divide(clip_max.clamp(min=0) - lower, 2**num_bits - 1))
+    # Where the scale became 1, the clips are so small that this rounds to -half, as it must.
+    return scale, (-half - lower / scale).round_()
 
 
 def ulq_qparams(
@@ -151,9 +136,8 @@ class _ULQFunction(torch.autograd.Function):
         num_bits: int,
     ) -> Tensor:
         """Return ``(clamp(RNE(x/s + o), qmin, qmax) - o) * s`` in the dtype of ``x``."""
-        ctx.clip_shape = upper.shape
-        upper, lower, s, o = (t.reshape(()) for t in (upper, lower, scale, offset))
-        ctx.save_for_backward(x, upper, lower, s, o)
+        s, o = scale.reshape(()), offset.reshape(())
+        ctx.save_for_backward(x, torch.stack((upper, lower)), s, o)
         ctx.num_bits = num_bits
         half = 2 ** (num_bits - 1)
         codes = (x.to(torch.float32) / s).add_(o).round_().clamp_(-half, half - 1)
@@ -167,7 +151,7 @@ class _ULQFunction(torch.autograd.Function):
         elsewhere)/s and e = (RNE(u) - u)/Q: grad_x = g outside U and L, grad_M = Σ g·(e + U),
         grad_m = Σ g·(L - e).
         """
-        x, upper, lower, s, o = ctx.saved_tensors
+        x, clips, s, o = ctx.saved_tensors
         half, steps = 2 ** (ctx.num_bits - 1), 2**ctx.num_bits - 1
         values = x.to(torch.float32)
         grad = like(grads[0], values)
@@ -179,11 +163,12 @@ class _ULQFunction(torch.autograd.Function):
         above, below = grad_above(grad, excess), grad_above(grad, excess.neg_())
         u = clamped.div_(s)
         products = u.round().sub_(u).div_(steps).mul_(inside)  # g·e; e of clipped elements:
-        e_above, e_below = (((c / s).round() - c / s) / steps for c in (upper, lower))
-        grad_max = products.addcmul(above, 1 + e_above).addcmul_(below, e_below)
-        grad_min = products.neg_().addcmul_(above, -e_above).addcmul_(below, 1 - e_below)
-        shape = ctx.clip_shape
-        return grad_x, grad_max.sum().reshape(shape), grad_min.sum().reshape(shape), *[None] * 5
+        v = clips / s
+        e_above, e_below = v.round().sub_(v).div_(steps).reshape(2)
+        grad_max = products.addcmul(above, 1 + e_above).addcmul_(below, e_below).sum()
+        products.neg_().addcmul_(above, e_above, value=-1).addcmul_(below, 1 - e_below)
+        shape = clips.shape[1:]
+        return grad_x, grad_max.reshape(shape), products.sum().reshape(shape), *[None] * 5
 
 
 def ulq_apply(

@@ -10,7 +10,7 @@ from torch import Tensor
 from amct_fx.errors import ModelError, ModelStateError
 from amct_fx.observers._arq import arq_apply, arq_qparams
 from amct_fx.observers._base import AmctFakeQuantize
-from amct_fx.observers._checks import check_floating, check_positive_int
+from amct_fx.observers._checks import check_positive_int
 
 
 def check_rows(scale: Tensor, num_channels: int, weight: Tensor, label: str) -> None:
@@ -95,7 +95,7 @@ class ARQFakeQuantize(AmctFakeQuantize):
         Returns:
             The fake-quantized weight, or ``x`` itself while fake-quantization is switched off.
         """
-        check_floating(x, f"{self._label()}the weight")
+        self._check_input(x, "the weight")
         if not self._fake_quant_on:
             return x
         scale = self._scale_of(x)

@@ -29,8 +29,8 @@ from amct_fx.observers._arq import (
 )
 from amct_fx.observers._geometry import from_output_major, to_output_major
 from amct_fx.observers._ifmr import IFMRResult, ifmr_range, ifmr_search
+from amct_fx.observers._scale import EPS
 from amct_fx.observers._ulq import (
-    EPS,
     ulq_effective_clips,
     ulq_fake_quantize,
     ulq_qparams,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from amct_fx.errors import CalibrationError, ConfigError
 from amct_fx.observers._base import AmctFakeQuantize, in_recomputation
-from amct_fx.observers._checks import check_clips, check_floating, check_positive_int
+from amct_fx.observers._checks import check_clips, check_positive_int
 from amct_fx.observers._ifmr import BatchCollector, finite_extremes
 from amct_fx.observers._ulq import (
     ulq_apply,
@@ -117,7 +117,7 @@ scale=0.00961109, zero_point=0, learning)
             CalibrationError: NaN or infinity in a calibration batch; nothing has changed then.
             ModelTypeError: ``x`` is not a floating point tensor.
         """
-        check_floating(x, f"{self._label()}the input of the activation quantizer")
+        self._check_input(x, "the input of the activation quantizer")
         if not self._calibrated:
             return self._forward_uncalibrated(x)
         if not self._fake_quant_on:
@@ -162,7 +162,7 @@ scale=0.00961109, zero_point=0, learning)
         parts = [f"num_bits={self.num_bits}", f"fixed_min={fixed_min}"]
         if self.symmetric:
             parts.append("symmetric=True")
-        if not self._calibrated:
+        if not self.is_calibrated:
             parts.append(f"calibrating {self._batches_seen}/{self.batch_num}")
         elif self.clip_max.is_meta:
             parts.append("meta")

@@ -14,9 +14,9 @@ from amct_fx.observers._arq import (
     weight_ulq_scale,
 )
 from amct_fx.observers._base import AmctFakeQuantize
-from amct_fx.observers._checks import check_floating, check_positive_int
+from amct_fx.observers._checks import check_positive_int
 from amct_fx.observers._geometry import count_rows
-from amct_fx.observers._ulq import EPS
+from amct_fx.observers._scale import EPS
 from amct_fx.observers.arq import check_rows
 
 
@@ -119,7 +119,7 @@ class ULQWeightFakeQuantize(AmctFakeQuantize):
         Returns:
             The fake-quantized weight, or ``x`` itself while fake-quantization is switched off.
         """
-        check_floating(x, f"{self._label()}the weight")
+        self._check_input(x, "the weight")
         if not self._calibrated:
             return self._forward_uncalibrated(x)
         if not self._fake_quant_on:
@@ -147,7 +147,7 @@ class ULQWeightFakeQuantize(AmctFakeQuantize):
                 optimizer step has just left the valid range.
         """
         if weight is not None:
-            if not self._notice_calibration():
+            if not self.is_calibrated:
                 axis = self.ch_axis if self.num_channels > 1 else None
                 scale = arq_qparams(
                     weight, num_bits=self.num_bits, ch_axis=axis, groups=self.groups
@@ -157,7 +157,7 @@ class ULQWeightFakeQuantize(AmctFakeQuantize):
             return scale, self.zero_point.clone()
         scale = self.scale.detach().to(torch.float32, copy=True)
         valid = torch.isfinite(scale) & (scale >= EPS)
-        if not self._notice_calibration() or not bool(valid.all()):
+        if not self.is_calibrated or not bool(valid.all()):
             message = f"{self._label()}no valid scale is known: call calculate_qparams(weight)"
             raise ModelStateError(message)
         return scale, self.zero_point.clone()
@@ -170,7 +170,7 @@ class ULQWeightFakeQuantize(AmctFakeQuantize):
             if self.groups != 1:
                 parts.append(f"groups={self.groups}")
             parts.append(f"num_channels={self.num_channels}")
-        if not self._calibrated:
+        if not self.is_calibrated:
             parts.append("not initialised")
         else:
             parts.append("learning" if self.scale.requires_grad else "frozen")

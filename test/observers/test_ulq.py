@@ -14,6 +14,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.ao.quantization import disable_fake_quant, disable_observer, enable_fake_quant
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from amct_fx.errors import (
@@ -364,6 +365,38 @@ def test_frozen_clips_still_quantize() -> None:
     assert x.grad is not None
 
 
+class NoHostReads(TorchDispatchMode):
+    """Fails when a value is read from the device."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_is_read_on_the_host_after_the_start(training: bool) -> None:
+    module = ULQFakeQuantize()
+    x = torch.randn(10, requires_grad=True)
+    with pytest.raises(AssertionError), NoHostReads():
+        module(x)
+    module(x)
+    module.train(training)
+    with NoHostReads():
+        module(x).sum().backward()
+
+
+def test_set_clips_ends_the_calibration() -> None:
+    module = ULQFakeQuantize(batch_num=3, fixed_min=True)
+    module(torch.randn(10))
+    module.set_clips(6.0, -2.0)
+    assert module.is_calibrated
+    assert clips(module) == (6.0, 0.0)
+    assert module._collector.batches == []
+    assert torch.equal(module.scale, module.calculate_qparams()[0])
+
+
 # Switches
 
 
@@ -568,9 +601,9 @@ def test_an_averaged_copy_made_before_the_start_does_not_start_again(use_ema: bo
         module(torch.randn(100))
         averaged.update_parameters(module)
     copied = averaged.module
+    assert copied.is_calibrated
     expected = clips(copied)
     y = copied.eval()(torch.randn(100) * 50)
-    assert copied.is_calibrated
     assert clips(copied) == expected
     scale = copied.calculate_qparams()[0].item()
     assert y.max().item() == pytest.approx(expected[0], abs=scale)
