@@ -105,7 +105,7 @@ class _Resolver:
         reason = self._why_not_quantized(layer, overrides)
         activation, activation_origin = self._pick(overrides, "activation")
         weight, weight_origin = self._pick(overrides, "weight")
-        prune, prune_origin = self._prune(layer, overrides)
+        prune, prune_origin, prune_reason = self._prune(layer, overrides)
         return LayerSpec(
             name=layer.name,
             layer_type=layer.layer_type,
@@ -114,6 +114,7 @@ class _Resolver:
             weight=weight or WeightConfig(),
             prune=prune,
             reason=reason,
+            prune_reason=prune_reason,
             activation_origin=activation_origin,
             weight_origin=weight_origin,
             prune_origin=prune_origin,
@@ -154,16 +155,18 @@ class _Resolver:
 
     def _prune(
         self, layer: LayerFacts, overrides: list[LayerOverride | TypeOverride]
-    ) -> tuple[PruneConfig | None, Origin]:
-        """Return how a layer is pruned."""
+    ) -> tuple[PruneConfig | None, Origin, str | None]:
+        """Return how a layer is pruned, who says so, and why it is not pruned."""
         prune, origin = self._pick(overrides, "prune")
-        if prune is None or layer.why_not_prunable(prune):
-            return None, Origin()
-        if self.lookup.prune_skip(layer):
+        if prune is None:
+            return None, Origin(), None
+        if reason := layer.why_not_prunable(prune):
+            return None, Origin(), reason
+        if skip := self.lookup.prune_skip(layer):
             if origin.level in ("layer", "type"):
                 self.not_pruned.append(layer.name)
-            return None, Origin()
-        return prune, origin
+            return None, Origin(), skip
+        return prune, origin, None
 
     def _pick(self, overrides: list[LayerOverride | TypeOverride], part: str) -> tuple[Any, Origin]:
         """Return a part from the strongest level that has it, and where that is."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from amct_fx.config.schema import ActivationConfig, PruneConfig, WeightConfig
-    from amct_fx.config.specs import LayerFacts, LayerSpec, ModelFacts, Resolution
+    from amct_fx.config.specs import LayerFacts, LayerSpec, ModelFacts, Origin, Resolution
     from amct_fx.errors import ConfigError
 
 __all__ = ["Row", "format_rows", "point_at", "rows"]
@@ -29,18 +29,22 @@ class Row:
         layer: Name of the layer.
         type: Its class.
         activation: How its input is quantized; ``"float"``: not at all.
+        activation_from: Level and line that say so.
         weight: How its weight is quantized.
-        pruning: How it is pruned.
-        origin: Where these settings come from.
-        reason: Why it stays float.
+        weight_from: Level and line that say so.
+        pruning: How it is pruned; ``"-"``: not at all.
+        pruning_from: Level and line that say so.
+        reason: Why it stays float, or is not pruned.
     """
 
     layer: str
     type: str
     activation: str
+    activation_from: str
     weight: str
+    weight_from: str
     pruning: str
-    origin: str
+    pruning_from: str
     reason: str
 
 
@@ -52,9 +56,9 @@ def rows(resolution: Resolution, facts: ModelFacts) -> list[Row]:
         >>> layers = LayerFacts("fc", "Linear"), LayerFacts("x", "GRU", reason="unused")
         >>> facts = ModelFacts(layers)
         >>> print(format_rows(rows(resolve(CompressionConfig(), facts), facts)))
-        layer  type    activation   weight           pruning  origin   reason
-        fc     Linear  INT8 (IFMR)  INT8 ARQ tensor  -        default
-        x      GRU     float        float            -                 unused
+        layer  type    activation   from     weight           from     pruning  from  reason
+        fc     Linear  INT8 (IFMR)  default  INT8 ARQ tensor  default  -
+        x      GRU     float                 float                     -              unused
     """
     return [_row(resolution.layers.get(layer.name), layer) for layer in facts.layers]
 
@@ -62,20 +66,28 @@ def rows(resolution: Resolution, facts: ModelFacts) -> list[Row]:
 def _row(spec: LayerSpec | None, layer: LayerFacts) -> Row:
     """Return the row of one layer."""
     if spec is None:
-        reason = layer.reason or ""
-        return Row(layer.name, layer.layer_type, "float", "float", "-", "", reason)
-    origins = [spec.activation_origin, spec.weight_origin] if spec.quantize else []
-    if spec.prune is not None:
-        origins.append(spec.prune_origin)
+        name, reason = layer.name, layer.reason or ""
+        return Row(name, layer.layer_type, "float", "", "float", "", "-", "", reason)
+    reasons = [spec.reason] if spec.reason else []
+    if spec.prune_reason:
+        reasons.append(f"not pruned: {spec.prune_reason}")
     return Row(
         layer=spec.name,
         type=spec.layer_type,
         activation=_activation(spec.activation) if spec.quantize else "float",
+        activation_from=_from(spec.activation_origin) if spec.quantize else "",
         weight=_weight(spec.weight) if spec.quantize else "float",
+        weight_from=_from(spec.weight_origin) if spec.quantize else "",
         pruning=_prune(spec.prune),
-        origin=", ".join(dict.fromkeys(map(str, origins))),
-        reason=spec.reason or "",
+        pruning_from=_from(spec.prune_origin) if spec.prune is not None else "",
+        reason="; ".join(reasons),
     )
+
+
+def _from(origin: Origin) -> str:
+    """Return level and line; the file is the same for all layers."""
+    line = origin.source.line
+    return f"{origin.label}, line {line}" if line else origin.label
 
 
 def _activation(half: ActivationConfig) -> str:
@@ -99,7 +111,7 @@ def _prune(prune: PruneConfig | None) -> str:
 
 def format_rows(table: Iterable[Row]) -> str:
     """Return rows as text with aligned columns."""
-    header = tuple(Row.__dataclass_fields__)
+    header = tuple("from" if name.endswith("_from") else name for name in Row.__dataclass_fields__)
     lines = [header, *(astuple(row) for row in table)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     padded = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

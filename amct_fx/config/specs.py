@@ -109,8 +109,12 @@ class Origin:
 
     def __str__(self) -> str:
         """Return the level, its entry and the place, as far as known."""
-        what = f"{self.level} {self.entry!r}" if self.entry else self.level
-        return f"{what} ({self.source})" if self.source.line else what
+        return f"{self.label} ({self.source})" if self.source.line else self.label
+
+    @property
+    def label(self) -> str:
+        """The level and its entry."""
+        return f"{self.level} {self.entry!r}" if self.entry else self.level
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,7 @@ class LayerSpec:
         weight: Its weight half, with ``channel_wise`` decided and after the INT4 fall-back.
         prune: How it is pruned, or ``None``.
         reason: Why it is not quantized; ``None`` when it is.
+        prune_reason: Why a pruning that is set for it does not reach it, or ``None``.
         activation_origin: Where the data half came from.
         weight_origin: Where the weight half came from.
         prune_origin: Where the pruning came from.
@@ -137,6 +142,7 @@ class LayerSpec:
     weight: WeightConfig
     prune: PruneConfig | None = None
     reason: str | None = None
+    prune_reason: str | None = None
     activation_origin: Origin = Origin()
     weight_origin: Origin = Origin()
     prune_origin: Origin = Origin()

@@ -28,15 +28,23 @@ override_layer_types { layer_type: "Linear"
 def test_the_table_tells_what_happens_to_each_layer_and_from_where() -> None:
     table = format_rows(rows(resolved(TEXT, NET)[0], NET)).splitlines()
     assert table[0].split() == [
-        *("layer", "type", "activation", "weight", "pruning", "origin", "reason"),
+        *("layer", "type", "activation", "from", "weight", "from", "pruning", "from", "reason"),
     ]
     assert "skip_layers has 'stem' (line 1)" in table[1]
-    assert "INT8 (-6 … 6)  INT8 ARQ channel" in table[2]
-    assert "global (line 2), default" in table[2]
+    assert "INT8 (-6 … 6)  global, line 2  INT8 ARQ channel  default " in table[2]
     assert table[3].split()[:5] == ["old", "Conv2d", "float", "float", "-"]
     assert table[3].endswith("it is never called")
     assert "2:4, refresh 2" in table[4]
-    assert "global (line 2), type 'Linear' (line 4), type 'Linear' (line 5)" in table[4]
+    assert "type 'Linear', line 4  2:4, refresh 2  type 'Linear', line 5" in table[4]
+
+
+def test_the_table_tells_why_a_layer_is_not_pruned() -> None:
+    text = """regular_prune_skip_layers: "head" retrain_weight_quant_config { }
+prune_config { filter_pruner { balanced_l2_norm_filter_prune { prune_ratio: 0.5 } } }"""
+    found = rows(resolved(text, NET)[0], NET)
+    assert [row.pruning for row in found] == ["filter 0.5", "filter 0.5", "-", "-"]
+    assert found[3].reason == "not pruned: regular_prune_skip_layers has 'head' (line 1)"
+    assert found[3].weight_from == "global, line 1"
 
 
 def failing(source: object) -> ConfigError:
