@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from amct_fx.errors import ModelStateError
 from amct_fx.observers import ULQFakeQuantize
 from amct_fx.observers._base import in_recomputation
 
@@ -42,9 +43,21 @@ class RangeMerger:
         self._calibrated_here = False
 
     def before(self, model: nn.Module, _args: Any) -> None:
-        """Count the quantizers that have no range yet."""
-        if not self.done and not torch.compiler.is_compiling():
-            self._waiting = _count_waiting(model)
+        """Count the quantizers that have no range yet.
+
+        Raises:
+            ModelStateError: Some have none, and the model is sharded: FSDP throws away what a
+                forward writes into parameters, so the ranges would be lost.
+        """
+        if self.done or torch.compiler.is_compiling():
+            return
+        self._waiting = _count_waiting(model)
+        if self._waiting and _is_sharded(model):
+            message = (
+                f"{self._waiting} quantizers have no range yet and the model is sharded; run "
+                "batch_num forwards on calibration data before fully_shard(model)"
+            )
+            raise ModelStateError(message)
 
     def after(self, model: nn.Module, _args: Any, _output: Any) -> None:
         """Merge, if this was the forward for it."""
@@ -110,6 +123,12 @@ def _row(quantizer: ULQFakeQuantize, rule: RangeMergeRule) -> Tensor:
 
 def _quantizers(model: nn.Module) -> list[ULQFakeQuantize]:
     return [module for module in model.modules() if isinstance(module, ULQFakeQuantize)]
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Say whether FSDP2 manages a part of the model; asked by name, its import is slow."""
+    classes = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
+    return "FSDPModule" in classes
 
 
 def _count_waiting(model: nn.Module) -> int:

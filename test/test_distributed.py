@@ -13,14 +13,20 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from amct_fx import convert_amct, prepare_qat_amct
+from amct_fx import ModelStateError, convert_amct, prepare_qat_amct
 from amct_fx.observers import ULQFakeQuantize
 
 from .networks import Net, example
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
+pytestmark = [
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo"),
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning"),
+]
 
 CLIPS = """retrain_data_quant_config { ulq_quantize {
     clip_max_min { clip_max: 3.0 clip_min: -3.0 } } }"""
@@ -73,7 +79,8 @@ def run(rank: int, job: Callable[[int], None], store: str) -> None:
 
 
 def two_ranks(tmp_path: Path, job: Callable[[int], None]) -> None:
-    mp.spawn(run, (job, str(tmp_path / "store")), nprocs=2)
+    # forked: two fresh interpreters would spend ten seconds on importing torch
+    mp.start_processes(run, (job, str(tmp_path / "store")), nprocs=2, start_method="fork")
 
 
 def merged_ranges(rank: int) -> None:
@@ -183,6 +190,45 @@ def counted_collectives(rank: int) -> None:
 
 def test_one_reduction_in_the_whole_training_and_none_in_eval(tmp_path):
     two_ranks(tmp_path, counted_collectives)
+
+
+def sharded(rank: int) -> None:
+    torch.manual_seed(0)
+    x = (rank + 1) * example()
+    parallel = prepare_qat_amct(Plain())
+    fully = copy.deepcopy(parallel)
+    for module in (parallel, fully):
+        module(x)
+    fully_shard(fully, mesh=init_device_mesh("cpu", (2,)))
+    wrapped = DistributedDataParallel(parallel)
+    losses: list[list[float]] = [[], []]
+    for module, seen in zip((wrapped, fully), losses, strict=True):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = module(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            seen.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for key, value in fully.state_dict().items():
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        assert torch.allclose(whole, parallel.state_dict()[key], rtol=1e-5, atol=1e-6), key
+
+
+def test_a_calibrated_model_trains_the_same_under_fsdp2_and_ddp(tmp_path):
+    two_ranks(tmp_path, sharded)
+
+
+def sharded_too_early(rank: int) -> None:
+    prepared = prepare_qat_amct(Plain())
+    fully_shard(prepared, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(ModelStateError, match="before fully_shard"):
+        prepared(example())
+
+
+def test_sharding_before_the_calibration_is_refused(tmp_path):
+    two_ranks(tmp_path, sharded_too_early)
 
 
 def resumed(rank: int) -> None:
