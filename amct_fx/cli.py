@@ -26,6 +26,8 @@ try:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
     from rich.table import Table
     from typer.core import TyperGroup
+
+    from amct_fx import cli_config
 except ModuleNotFoundError as missing:
     # Only the script imports this module, so ending it here is its whole error message.
     _hint = f"amct-fx needs {missing.name}: python -m pip install 'amct-fx[cli]'"
@@ -59,6 +61,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Quantization-aware training for PyTorch, driven by AMCT .cfg files.",
 )
+app.add_typer(cli_config.app, name="config")
 
 
 def main() -> None:

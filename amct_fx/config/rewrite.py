@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
+    from amct_fx.config.schema import CompressionConfig
     from amct_fx.config.specs import ModelFacts
 
 __all__ = ["convert_text", "rewrite_config"]
 
 
 def rewrite_config(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | CompressionConfig,
     target: str | os.PathLike[str],
     *,
     facts: ModelFacts | None = None,
@@ -33,7 +34,7 @@ def rewrite_config(
     """Read a configuration file and write it as another kind; nothing is written on failure.
 
     Args:
-        source: A ``.cfg`` or JSON file.
+        source: A ``.cfg`` or JSON file, or what was read from one.
         target: The new file. ``.json`` gives the JSON form, anything else a ``.cfg`` file of the
             PyTorch dialect.
         facts: Facts about the model; a ``.cfg`` needs them to become JSON, which lists its layers.
@@ -49,7 +50,7 @@ def rewrite_config(
 
 
 def convert_text(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | CompressionConfig,
     *,
     to_json: bool,
     facts: ModelFacts | None = None,
