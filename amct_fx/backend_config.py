@@ -12,7 +12,7 @@ from torch import nn
 
 from amct_fx.config import LayerFacts, ModelFacts
 from amct_fx.graph import Capture, layer_calls
-from amct_fx.nn.qat import qat_class_of
+from amct_fx.nn.recurrent import unsupported_form
 
 __all__ = ["QUANTIZABLE_CLASSES", "Reuse", "is_layer", "model_facts"]
 
@@ -58,7 +58,7 @@ def model_facts(model: nn.Module, captured: Capture, reused: Reuse = "float") ->
     calls = _call_counts(model, captured)
     owners: Counter[int] = Counter()
     if reused == "float":
-        owners.update(id(layer.weight) for layer in model.modules() if _has_weight(layer))
+        owners.update(key for layer in model.modules() for key in _weights(layer))
     else:
         calls = Counter({module: min(count, 1) for module, count in calls.items()})
     layers = tuple(
@@ -70,8 +70,12 @@ def model_facts(model: nn.Module, captured: Capture, reused: Reuse = "float") ->
     return ModelFacts(layers=layers, modules=modules)
 
 
-def _has_weight(module: nn.Module) -> bool:
-    return is_layer(module) and not isinstance(module, nn.RNNBase)
+def _weights(module: nn.Module) -> list[int]:
+    """Identify the weight tensors of a layer; biases may be shared."""
+    if not is_layer(module):
+        return []
+    named = module.named_parameters(recurse=False)
+    return [id(parameter) for name, parameter in named if name.startswith("weight")]
 
 
 def _call_counts(model: nn.Module, captured: Capture) -> Counter[nn.Module]:
@@ -107,14 +111,14 @@ def _own_reason(module: nn.Module) -> str | None:
         return f"padding_mode={mode!r}: only zero padding equals the zero point of the input"
     if isinstance(module, nn.Conv3d) and module.dilation[0] != 1:
         return f"dilation {module.dilation[0]} along depth is not supported"
-    if qat_class_of(type(module)) is None:
-        return f"this version trains no quantized {type(module).__name__}"
+    if isinstance(module, nn.RNNBase):
+        return unsupported_form(module)
     return None
 
 
 def _use_reason(module: nn.Module, calls: int, owners: Counter[int]) -> str | None:
     """Give the reason that lies in how the model uses the layer."""
-    if _has_weight(module) and owners[id(module.weight)] > 1:
+    if any(owners[key] > 1 for key in _weights(module)):
         return "its weight is shared with another layer"
     if calls == 0:
         return "it is never called in the traced forward"

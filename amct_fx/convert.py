@@ -26,10 +26,8 @@ from amct_fx.graph import (
     module_of,
     regions,
 )
-from amct_fx.nn.become import become
-from amct_fx.nn.integer import BatchNormAffine, integer_weight
 from amct_fx.nn.qat import QATLayer
-from amct_fx.nn.quantized import Dequantize, Quantize, QuantizedLayer, quantized_class_of
+from amct_fx.nn.quantized import Quantize, QuantizedLayer
 
 __all__ = ["convert_amct"]
 
@@ -77,11 +75,11 @@ def convert_amct(model: nn.Module) -> nn.Module:
 
 
 def _check_calibrated(model: nn.Module) -> None:
-    waiting = [
-        name.removesuffix(".input_fake_quant")
+    waiting = dict.fromkeys(
+        name.rpartition(".")[0] or "the model"
         for name, module in model.named_modules()
         if isinstance(module, FakeQuantizeBase) and not getattr(module, "is_calibrated", True)
-    ]
+    )
     if waiting:
         message = (
             f"the input ranges of {', '.join(waiting)} were never calibrated; run at least "
@@ -95,7 +93,7 @@ def _convert_region(region: GraphForward, name: str) -> None:
     folded: set[nn.Module] = set()
     calls = layer_calls(graph, region)
     quantizers: dict[nn.Module | None, Quantize] = {
-        module: _freeze(module, str(nodes[0].target))
+        module: Quantize.from_fake_quant(module, _owner(nodes[0]))
         for module, nodes in calls.items()
         if isinstance(module, FakeQuantizeBase)
     }
@@ -106,7 +104,8 @@ def _convert_region(region: GraphForward, name: str) -> None:
         source = layer_input(nodes[0])
         assert source is not None, "prepare quantizes only layers with a tensor input"
         batch_norm, following = foldable_batch_norm(nodes, region, label)
-        _convert_layer(layer, quantizers[module_of(source, region)], batch_norm, label)
+        layer.convert(quantizers[module_of(source, region)], batch_norm, label)
+        _forget_float_input(nodes)
         for batch_norm_node, node in zip(following, nodes, strict=False):
             folded |= _bypass(batch_norm_node, node, region)
     for module, nodes in calls.items():
@@ -116,37 +115,15 @@ def _convert_region(region: GraphForward, name: str) -> None:
     install_graph(region, graph)
 
 
-def _freeze(fake_quant: FakeQuantizeBase, name: str) -> Quantize:
-    """Turn an activation fake-quantizer into a :class:`Quantize` with today's scale."""
-    scale, zero_point = fake_quant.calculate_qparams()
-    bits = getattr(fake_quant, "num_bits", 8)
-    dtypes = {8: torch.int8, 16: torch.int16}
-    finite = bool(torch.isfinite(scale).all())
-    if bits not in dtypes or not finite:
-        what = "its range is not finite" if not finite else f"{bits}-bit activations have no type"
-        message = f"{name.removesuffix('.input_fake_quant')}: {what}; choose INT8 or INT16"
-        raise ConvertError(message)
-    return Quantize(scale.reshape(()), zero_point.reshape(()), dtypes[bits])
+def _owner(quantizer: fx.Node) -> str:
+    """Return the name of the layer that owns the input quantizer which a node calls."""
+    return str(quantizer.target).removesuffix(".input_fake_quant")
 
 
-def _convert_layer(
-    layer: QATLayer, quantize: Quantize, batch_norm: BatchNormAffine | None, name: str
-) -> QuantizedLayer:
-    integer = integer_weight(
-        layer,
-        weight_scale=layer.weight_scale(),
-        num_bits=getattr(layer.weight_fake_quant, "num_bits", 8),
-        input_scale=quantize.scale,
-        batch_norm=batch_norm,
-        name=name,
-    )
-    quantizes_input, dtype = layer.quantizes_input, layer.weight.dtype
-    for key in ("weight_fake_quant", "qconfig"):
-        delattr(layer, key)
-    converted = become(layer, quantized_class_of(layer.float_class))
-    converted.adopt(integer, dtype)
-    converted.quantizes_input = quantizes_input
-    return converted
+def _forget_float_input(calls: list[fx.Node]) -> None:
+    """Drop what only the calibration of recurrent layers reads."""
+    for call in calls:
+        call.kwargs = {key: value for key, value in call.kwargs.items() if key != "float_input"}
 
 
 def _bypass(batch_norm: fx.Node, layer: fx.Node, region: nn.Module) -> set[nn.Module]:
@@ -169,22 +146,16 @@ def _drop_modules(region: nn.Module, graph: fx.Graph, folded: set[nn.Module]) ->
 
 def _replace_quantizer(nodes: list[fx.Node], quantize: Quantize, region: nn.Module) -> None:
     """Put ``quantize`` and its dequantize where the fake-quantizer was, in graph and owner."""
-    path = str(nodes[0].target).removesuffix(".input_fake_quant")
+    path = _owner(nodes[0])
     owner = region.get_submodule(path)
     assert isinstance(owner, QuantizedLayer)
-    _own_quantizers(owner, quantize)
+    owner.own_input_quantizer(quantize)
     for node in nodes:
         with node.graph.inserting_before(node):
             codes = node.graph.call_module(f"{path}.input_quantize", node.args)
             values = node.graph.call_module(f"{path}.input_dequantize", (codes,))
         node.replace_all_uses_with(values)
         node.graph.erase_node(node)
-
-
-def _own_quantizers(owner: QuantizedLayer, quantize: Quantize) -> None:
-    del owner.input_fake_quant
-    owner.input_quantize = quantize
-    owner.input_dequantize = Dequantize(quantize, owner.dtype)
 
 
 def _remaining_layers(model: nn.Module) -> Iterator[tuple[str, QATLayer]]:
@@ -194,5 +165,5 @@ def _remaining_layers(model: nn.Module) -> Iterator[tuple[str, QATLayer]]:
 
 
 def _convert_island_layer(layer: QATLayer, name: str) -> None:
-    quantize = _freeze(layer.input_fake_quant, name)
-    _own_quantizers(_convert_layer(layer, quantize, None, name), quantize)
+    quantize = Quantize.from_fake_quant(layer.input_fake_quant, name)
+    layer.convert(quantize, name=name).own_input_quantizer(quantize)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,9 @@ from amct_fx.errors import ConfigError
 from amct_fx.graph import (
     FixedMinRule,
     Region,
+    initial_hidden_state,
     install_graph,
-    is_nonnegative_input,
+    is_nonnegative,
     layer_calls,
     layer_input,
     tensor_version,
@@ -19,7 +21,7 @@ from amct_fx.graph import (
 from amct_fx.nn.become import become
 from amct_fx.nn.geometry import constructor_arguments
 from amct_fx.nn.qat import QATLayer, qat_class_of
-from amct_fx.observers import ULQFakeQuantize
+from amct_fx.nn.qat_rnn import RecurrentLayer
 
 if TYPE_CHECKING:
     from torch import fx, nn
@@ -62,8 +64,13 @@ def quantize_region(
         if name not in qconfigs or module not in calls:
             continue
         nodes = calls[module]
-        qconfig = _decided(qconfigs[name], nodes, region.module, fixed_min_rule)
+        decide = functools.partial(
+            _decided, qconfigs[name].activation, nodes, region.module, fixed_min_rule
+        )
+        qconfig = qconfigs[name]._replace(activation=decide(layer_input))
         layer = _swap(module, name, qconfig, weights)
+        if isinstance(layer, RecurrentLayer):
+            layer.attach_hidden(decide(initial_hidden_state), name)
         key = _values_read(nodes, region.module), _settings(qconfig.activation)
         groups.setdefault(key, []).append(_Consumer(layer, name, nodes))
     for consumers in groups.values():
@@ -80,20 +87,30 @@ def _values_read(calls: list[fx.Node], root: nn.Module) -> Any:
 
 
 def _decided(
-    qconfig: QConfig, calls: list[fx.Node], root: nn.Module, fixed_min_rule: FixedMinRule
-) -> QConfig:
-    """Settle what the graph knows: an automatic ``fixed_min``, the batches of a reused layer."""
-    arguments = constructor_arguments(qconfig.activation)[1]
+    activation: Any,
+    calls: list[fx.Node],
+    root: nn.Module,
+    fixed_min_rule: FixedMinRule,
+    tensor_of: Callable[[fx.Node], fx.Node | None],
+) -> Any:
+    """Settle what the graph knows: an automatic ``fixed_min``, the batches of a reused layer.
+
+    Args:
+        activation: Constructor of the quantizer.
+        calls: All calls of its layer; none if nothing is known of them.
+        root: The module that the graph belongs to.
+        fixed_min_rule: Decides an automatic ``fixed_min``.
+        tensor_of: Gives the tensor that the quantizer sees in a call.
+    """
+    arguments = constructor_arguments(activation)[1]
     decided: dict[str, Any] = {}
     if arguments.get("fixed_min", True) is None:
         decided["fixed_min"] = bool(calls) and all(
-            is_nonnegative_input(call, root, fixed_min_rule) for call in calls
+            is_nonnegative(tensor_of(call), call, root, fixed_min_rule) for call in calls
         )
     if len(calls) > 1 and "batch_num" in arguments:
         decided["batch_num"] = arguments["batch_num"] * len(calls)
-    if not decided:
-        return qconfig
-    return qconfig._replace(activation=qconfig.activation.with_args(**decided))
+    return activation.with_args(**decided) if decided else activation
 
 
 def _settings(constructor: Any) -> Any:
@@ -106,23 +123,25 @@ class WeightQuantizers:
     """The weight fake-quantizers made so far; layers with one weight get one fake-quantizer."""
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[str, QATLayer, Any]] = {}
+        self._made: dict[int, tuple[str, FakeQuantizeBase, Any]] = {}
 
     def share(self, layer: QATLayer, name: str) -> None:
-        """Give ``layer`` the fake-quantizer of an earlier layer with the same weight tensor.
+        """Give ``layer`` the fake-quantizers of earlier layers with the same weight tensors.
 
         Raises:
             ConfigError: If the two layers are configured differently.
         """
         settings = _settings(layer.qconfig.weight)
-        first = self._made.setdefault(id(layer.weight), (name, layer, settings))
-        if first[2] != settings:
-            message = (
-                f"layers {first[0]!r} and {name!r} share one weight but are given different weight "
-                "settings; write the same weight half for both"
-            )
-            raise ConfigError(message)
-        layer.weight_fake_quant = first[1].weight_fake_quant
+        for weight, attribute in layer.weight_quantizers.items():
+            own = (name, getattr(layer, attribute), settings)
+            first = self._made.setdefault(id(getattr(layer, weight)), own)
+            if first[2] != settings:
+                message = (
+                    f"layers {first[0]!r} and {name!r} share one weight but are given different "
+                    "weight settings; write the same weight half for both"
+                )
+                raise ConfigError(message)
+            setattr(layer, attribute, first[1])
 
 
 def _swap(module: nn.Module, name: str, qconfig: QConfig, weights: WeightQuantizers) -> QATLayer:
@@ -138,10 +157,11 @@ def _swap(module: nn.Module, name: str, qconfig: QConfig, weights: WeightQuantiz
 def _insert_quantizer(region: Region, consumers: list[_Consumer]) -> None:
     """Quantize each tensor that ``consumers`` read, once, before its first reader."""
     owner = consumers[0]
-    owner.layer.add_module("input_fake_quant", _make_input_fake_quant(owner.layer, owner.name))
+    owner.layer.own_input_fake_quant(owner.layer.qconfig.activation, owner.name)
     target = f"{region.local_name(owner.name)}.input_fake_quant"
+    layers = {call: consumer.layer for consumer in consumers for call in consumer.calls}
     readers: dict[Any, list[fx.Node]] = {}
-    for call in (call for consumer in consumers for call in consumer.calls):
+    for call in layers:
         readers.setdefault(_values_read([call], region.module), []).append(call)
     for nodes in readers.values():
         tensor = layer_input(nodes[0])
@@ -150,7 +170,17 @@ def _insert_quantizer(region: Region, consumers: list[_Consumer]) -> None:
         with region.graph.inserting_before(min(nodes)):
             quantized = region.graph.call_module(target, (tensor,))
         for node in nodes:
-            node.replace_input_with(tensor, quantized)
+            _replace_input(node, quantized)
+            if layers[node].reads_float_input:
+                node.update_kwarg("float_input", tensor)
+
+
+def _replace_input(node: fx.Node, tensor: fx.Node) -> None:
+    """Let a layer call read ``tensor`` as its first argument; the others stay, even if equal."""
+    if node.args:
+        node.update_arg(0, tensor)
+    else:
+        node.update_kwarg("input", tensor)
 
 
 def quantize_island_layer(
@@ -160,13 +190,9 @@ def quantize_island_layer(
 
     Nothing is known of that input, so an automatic ``fixed_min`` is false.
     """
-    layer = _swap(module, name, _decided(qconfig, [], module, "relu"), weights)
-    layer.add_module("input_fake_quant", _make_input_fake_quant(layer, name))
+    activation = _decided(qconfig.activation, [], module, "relu", layer_input)
+    layer = _swap(module, name, qconfig._replace(activation=activation), weights)
+    if isinstance(layer, RecurrentLayer):
+        layer.attach_hidden(activation, name)
+    layer.own_input_fake_quant(activation, name)
     layer.quantizes_input = True
-
-
-def _make_input_fake_quant(layer: QATLayer, name: str) -> FakeQuantizeBase:
-    fake_quant: FakeQuantizeBase = layer.qconfig.activation()
-    if isinstance(fake_quant, ULQFakeQuantize):
-        fake_quant.layer_name = name
-    return fake_quant.to(layer.weight.device).train(layer.training)

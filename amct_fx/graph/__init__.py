@@ -3,6 +3,8 @@
 from amct_fx.graph.facts import (
     FixedMinRule,
     batch_norm_after,
+    initial_hidden_state,
+    is_nonnegative,
     is_nonnegative_input,
     layer_calls,
     layer_input,
@@ -21,7 +23,9 @@ __all__ = [
     "batch_norm_after",
     "capture",
     "fx_graph_of",
+    "initial_hidden_state",
     "install_graph",
+    "is_nonnegative",
     "is_nonnegative_input",
     "layer_calls",
     "layer_input",

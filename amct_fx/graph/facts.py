@@ -16,6 +16,8 @@ from torch import fx, nn
 __all__ = [
     "FixedMinRule",
     "batch_norm_after",
+    "initial_hidden_state",
+    "is_nonnegative",
     "is_nonnegative_input",
     "layer_calls",
     "layer_input",
@@ -76,6 +78,18 @@ def layer_input(node: fx.Node) -> fx.Node | None:
     return value if isinstance(value, fx.Node) else None
 
 
+def initial_hidden_state(node: fx.Node) -> fx.Node | None:
+    """Return the node that makes h0 in a call of an LSTM or GRU.
+
+    ``None`` when h0 is missing, which means zeros; the state of an LSTM may also be one node that
+    makes the pair ``(h0, c0)``, and is returned as it is.
+    """
+    state = node.args[1] if len(node.args) > 1 else node.kwargs.get("hx")
+    if isinstance(state, (tuple, list)):
+        state = state[0]
+    return state if isinstance(state, fx.Node) else None
+
+
 def tensor_version(tensor: fx.Node, consumer: fx.Node, root: nn.Module) -> fx.Node | None:
     """Return the last node that changed ``tensor`` in place before ``consumer`` reads it.
 
@@ -100,11 +114,14 @@ def is_nonnegative_input(node: fx.Node, root: nn.Module, rule: FixedMinRule = "r
     Returns:
         ``False`` when nothing is known. Source: spec/config.md section 6.
     """
-    tensor = layer_input(node)
-    if tensor is None:
-        return False
-    producer = tensor_version(tensor, node, root) or tensor
-    return _is_nonnegative(producer, root, rule)
+    return is_nonnegative(layer_input(node), node, root, rule)
+
+
+def is_nonnegative(
+    tensor: fx.Node | None, reader: fx.Node, root: nn.Module, rule: FixedMinRule = "relu"
+) -> bool:
+    """Say whether ``tensor`` is known to be >= 0 when ``reader`` reads it; ``None`` is unknown."""
+    return tensor is not None and _reads_nonnegative(tensor, reader, root, rule)
 
 
 def batch_norm_after(node: fx.Node, root: nn.Module) -> fx.Node | None:

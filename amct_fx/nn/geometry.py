@@ -50,12 +50,17 @@ class WeightGeometry:
 
 
 def weight_geometry(module: nn.Module) -> WeightGeometry:
-    """Return the geometry of the weight of a convolution, transposed convolution or Linear.
+    """Return the geometry of the weights of a layer; both weights of an LSTM or GRU have the same.
 
     Example:
         >>> weight_geometry(nn.ConvTranspose2d(4, 6, 3, groups=2))
         WeightGeometry(ch_axis=1, groups=2, num_channels=6)
+        >>> weight_geometry(nn.LSTM(4, 6))
+        WeightGeometry(ch_axis=0, groups=1, num_channels=24)
     """
+    if isinstance(module, nn.RNNBase):
+        rows = module.get_parameter("weight_ih_l0").shape[0]
+        return WeightGeometry(ch_axis=0, groups=1, num_channels=rows)
     if isinstance(module, nn.Linear):
         return WeightGeometry(ch_axis=0, groups=1, num_channels=module.out_features)
     channels, groups = getattr(module, "out_channels"), getattr(module, "groups")  # noqa: B009

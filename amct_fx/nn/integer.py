@@ -6,14 +6,13 @@ Source: spec/quantization.md sections 4 and 5.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from amct_fx.errors import ConvertError
 from amct_fx.nn.geometry import weight_geometry
-from amct_fx.nn.quantized import IntegerWeight
+from amct_fx.nn.quantized_layer import IntegerWeight
 from amct_fx.observers.functional import to_output_major
 
 __all__ = ["BatchNormAffine", "batch_norm_affine", "integer_weight"]
@@ -74,16 +73,18 @@ def integer_weight(
     weight_scale: Tensor,
     num_bits: int,
     input_scale: Tensor,
+    parameters: tuple[str, str] = ("weight", "bias"),
     batch_norm: BatchNormAffine | None = None,
     name: str = "",
 ) -> IntegerWeight:
-    """Turn the float weight and bias of a layer into codes and scales.
+    """Turn a float weight of a layer and its bias into codes and scales.
 
     Args:
-        layer: Convolution, transposed convolution or Linear with float ``weight`` and ``bias``.
+        layer: Convolution, transposed convolution, Linear, LSTM or GRU with float parameters.
         weight_scale: float32 ``[C_out]`` or ``[1]``, the scale of the training.
         num_bits: Bits of the weight codes.
-        input_scale: Scale of the input, one value.
+        input_scale: Scale of what the weight is multiplied with, one value.
+        parameters: Names of the weight and the bias; the bias may be absent or ``None``.
         batch_norm: Arithmetic of the batch norm to fold.
         name: Name of the layer, for messages.
 
@@ -91,7 +92,7 @@ def integer_weight(
         ConvertError: For non-finite values, or a bias that does not fit into int32.
     """
     geometry = weight_geometry(layer)
-    weight, bias = _float_parameters(layer, name)
+    weight, bias = _float_parameters(layer, parameters, name)
     rows = to_output_major(weight, ch_axis=geometry.ch_axis, groups=geometry.groups)
     scale = weight_scale.detach().float()
     codes = _trained_codes(rows, scale, num_bits)
@@ -116,11 +117,13 @@ def integer_weight(
     )
 
 
-def _float_parameters(layer: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
-    parameters: Any = layer
-    weight: Tensor = parameters.weight.detach().float()
-    bias = None if parameters.bias is None else parameters.bias.detach().float()
-    for label, tensor in (("weight", weight), ("bias", bias)):
+def _float_parameters(
+    layer: nn.Module, parameters: tuple[str, str], name: str
+) -> tuple[Tensor, Tensor | None]:
+    weight: Tensor = getattr(layer, parameters[0]).detach().float()
+    found: Tensor | None = getattr(layer, parameters[1], None)
+    bias = None if found is None else found.detach().float()
+    for label, tensor in zip(parameters, (weight, bias), strict=True):
         if tensor is not None and not bool(torch.isfinite(tensor).all()):
             message = (
                 f"{name}: the {label} holds NaN or Inf; the training has diverged: lower the "

@@ -14,7 +14,9 @@ from amct_fx.nn.quantized import Dequantize, Quantize, QuantizedLayer
 from amct_fx.report.preparation import LayerDecision, preparation_of
 
 if TYPE_CHECKING:
-    from torch import fx, nn
+    from collections.abc import Iterable
+
+    from torch import Tensor, fx, nn
 
     from amct_fx.graph.tracer import Island
 
@@ -102,14 +104,15 @@ def _row(
 ) -> SummaryRow:
     state, weight = "float", ""
     if isinstance(module, QATLayer):
-        state, weight = "qat", _weight_text(module)
+        scales = [module.weight_scale(name) for name in module.weight_quantizers]
+        state, weight = "qat", f"{module.weight_bits} bits, {_scales_text(scales)}"
     elif isinstance(module, QuantizedLayer):
-        state, weight = "int8", f"int8, {_count(module.weight_scale.numel(), 'scale')}"
+        state, weight = "int8", f"int8, {_scales_text(module.weight_scales())}"
     source = ""
     if quantizer is not None:
         owner, found = quantizer
         shared = f", of {owner}" if owner != decision.name else ""
-        source = _input_text(found) + shared
+        source = _input_text(found) + shared + _hidden_text(module)
     return SummaryRow(
         decision.name, decision.layer_type, state, source, weight, decision.reason or ""
     )
@@ -146,6 +149,15 @@ def _quantizer_node(node: fx.Node, region: nn.Module) -> fx.Node | None:
     return source if quantizes else None
 
 
+def _hidden_text(module: nn.Module | None) -> str:
+    """Describe the quantizer of the hidden state that an LSTM or GRU has."""
+    for attribute in ("hidden_fake_quant", "hidden_quantize"):
+        quantizer = getattr(module, attribute, None)
+        if quantizer is not None:
+            return f"; hidden state {_input_text(quantizer)}"
+    return ""
+
+
 def _input_text(quantizer: nn.Module) -> str:
     if isinstance(quantizer, Quantize):
         return quantizer.extra_repr()
@@ -156,13 +168,9 @@ def _input_text(quantizer: nn.Module) -> str:
     return f"{bits} bits, scale={float(scale):.6g}, zero_point={int(zero_point)}"
 
 
-def _weight_text(layer: QATLayer) -> str:
-    bits = getattr(layer.weight_fake_quant, "num_bits", 8)
-    return f"{bits} bits, {_count(layer.weight_scale().numel(), 'scale')}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def _scales_text(scales: Iterable[Tensor]) -> str:
+    number = sum(scale.numel() for scale in scales)
+    return f"{number} scale" if number == 1 else f"{number} scales"
 
 
 def _join(prefix: str, name: str) -> str:

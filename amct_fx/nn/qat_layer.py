@@ -1,0 +1,183 @@
+"""What all quantization-aware layers share: making quantizers, using them, becoming integer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor, nn
+
+from amct_fx.nn.become import become
+from amct_fx.nn.geometry import make_weight_fake_quant
+from amct_fx.nn.integer import BatchNormAffine, integer_weight
+from amct_fx.nn.quantized import quantized_class_of
+from amct_fx.observers import ULQFakeQuantize
+
+if TYPE_CHECKING:
+    from torch.ao.quantization import FakeQuantizeBase, QConfig
+    from typing_extensions import Self
+
+    from amct_fx.nn.quantized import IntegerWeight, Quantize, QuantizedLayer
+
+__all__ = ["QATLayer"]
+
+
+class QATLayer(nn.Module):
+    """A float layer with a fake-quantized input and fake-quantized weights.
+
+    Attributes:
+        weight_quantizers: The attribute of each weight's fake-quantizer, by the weight's name.
+        reads_float_input: Whether ``forward`` also takes the unquantized input, as
+            ``float_input``, where the quantizer of the input stands in front of the layer.
+        input_fake_quant: Fake-quantizer of the input, on the layer that owns it.
+        quantizes_input: Whether ``forward`` calls ``input_fake_quant`` itself.
+        qconfig: The ``torch.ao.quantization.QConfig`` the quantizers were made from.
+    """
+
+    float_class: ClassVar[type[nn.Module]]
+    weight_quantizers: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"weight": "weight_fake_quant"}
+    )
+    reads_float_input: ClassVar[bool] = False
+    weight: Any
+    bias: Any
+    weight_fake_quant: FakeQuantizeBase
+    input_fake_quant: FakeQuantizeBase
+    quantizes_input: bool
+    qconfig: QConfig
+
+    @classmethod
+    def from_float(cls, module: nn.Module, qconfig: QConfig | None = None) -> Self:
+        """Return a quantization-aware layer that shares the parameters of ``module``.
+
+        Args:
+            module: A layer of exactly the class ``float_class``; it is not changed.
+            qconfig: Constructors of the fake-quantizers; default ``module.qconfig``.
+
+        Raises:
+            TypeError: If ``module`` is of another class, or no ``qconfig`` is known.
+
+        Example:
+            >>> import torch
+            >>> from torch.ao.quantization import QConfig
+            >>> from amct_fx.nn.qat import Conv2d
+            >>> from amct_fx.observers import ARQFakeQuantize, ULQFakeQuantize
+            >>> qconfig = QConfig(ULQFakeQuantize.with_args(), ARQFakeQuantize.with_args(ch_axis=0))
+            >>> layer = Conv2d.from_float(nn.Conv2d(3, 8, 3), qconfig)
+            >>> layer(torch.randn(1, 3, 5, 5)).shape
+            torch.Size([1, 8, 3, 3])
+        """
+        qconfig = qconfig if qconfig is not None else getattr(module, "qconfig", None)
+        if type(module) is not cls.float_class or qconfig is None:
+            message = (
+                f"{cls.__name__}.from_float takes a torch.nn.{cls.float_class.__name__} and a "
+                f"QConfig, not {type(module).__name__} and {qconfig!r}"
+            )
+            raise TypeError(message)
+        layer = cls.float_class.__new__(cls)
+        layer.__dict__.update(module.__dict__)
+        for table in ("_parameters", "_buffers", "_modules"):
+            layer.__dict__[table] = dict(module.__dict__[table])
+        layer.attach(qconfig)
+        layer.own_input_fake_quant(qconfig.activation)
+        layer.quantizes_input = True
+        return layer
+
+    def attach(self, qconfig: QConfig) -> None:
+        """Create the weight fake-quantizers; the layer does not quantize its input yet."""
+        self.qconfig = qconfig
+        self.quantizes_input = False
+        for weight, fake_quant in self.weight_quantizers.items():
+            made = make_weight_fake_quant(qconfig.weight, self, getattr(self, weight))
+            setattr(self, fake_quant, made)
+
+    def make_activation_fake_quant(
+        self, constructor: Callable[..., Any], name: str = ""
+    ) -> FakeQuantizeBase:
+        """Build a fake-quantizer of an activation, on the device and in the mode of the layer.
+
+        Args:
+            constructor: Such as ``qconfig.activation``.
+            name: Name of the layer, for messages.
+        """
+        fake_quant: FakeQuantizeBase = constructor()
+        if isinstance(fake_quant, ULQFakeQuantize):
+            fake_quant.layer_name = name
+        return fake_quant.to(next(self.parameters()).device).train(self.training)
+
+    def own_input_fake_quant(self, constructor: Callable[..., Any], name: str = "") -> None:
+        """Make this layer the owner of the quantizer of its input."""
+        fake_quant = self.make_activation_fake_quant(constructor, name)
+        self.add_module("input_fake_quant", fake_quant)
+
+    def quantized_input(self, input: Tensor) -> Tensor:
+        """Return the tensor the float operator runs on."""
+        return self.input_fake_quant(input) if self.quantizes_input else input
+
+    def quantized_weight(self, name: str = "weight") -> Tensor:
+        """Return a fake-quantized weight, in the shape and dtype of the parameter ``name``."""
+        fake_quant = getattr(self, self.weight_quantizers[name])
+        quantized: Tensor = fake_quant(getattr(self, name))
+        return quantized
+
+    def weight_scale(self, name: str = "weight") -> Tensor:
+        """Return today's scale of a weight: float32, one value or one for each output channel."""
+        fake_quant = getattr(self, self.weight_quantizers[name])
+        scale: Tensor = fake_quant.calculate_qparams(getattr(self, name).detach())[0]
+        return scale
+
+    @property
+    def weight_bits(self) -> int:
+        """Width of the codes of the weights."""
+        first = next(iter(self.weight_quantizers.values()))
+        return int(getattr(getattr(self, first), "num_bits", 8))
+
+    def convert(
+        self, input_quantize: Quantize, batch_norm: BatchNormAffine | None = None, name: str = ""
+    ) -> QuantizedLayer:
+        """Become the converted layer, staying the same object; the input quantizer stays as it is.
+
+        Args:
+            input_quantize: The frozen quantizer of the input.
+            batch_norm: Arithmetic of the batch norm to fold.
+            name: Name of the layer, for messages.
+
+        Raises:
+            ConvertError: For non-finite values, or a bias that does not fit into int32.
+        """
+        integer = self.integer_weight(input_quantize.scale, batch_norm=batch_norm, name=name)
+        return self.become_quantized({"": integer})
+
+    def integer_weight(
+        self,
+        input_scale: Tensor,
+        parameters: tuple[str, str] = ("weight", "bias"),
+        batch_norm: BatchNormAffine | None = None,
+        name: str = "",
+    ) -> IntegerWeight:
+        """Return the codes of one weight and its bias, whose names are ``parameters``."""
+        return integer_weight(
+            self,
+            parameters=parameters,
+            weight_scale=self.weight_scale(parameters[0]),
+            num_bits=self.weight_bits,
+            input_scale=input_scale,
+            batch_norm=batch_norm,
+            name=name,
+        )
+
+    def become_quantized(self, parts: Mapping[str, IntegerWeight]) -> QuantizedLayer:
+        """Replace class, parameters and weight quantizers by those of the converted layer."""
+        dtype = next(self.parameters()).dtype
+        for key in ("qconfig", *self.weight_quantizers.values()):
+            delattr(self, key)
+        converted = become(self, quantized_class_of(self.float_class))
+        converted.adopt(parts, dtype)
+        return converted
+
+    def extra_repr(self) -> str:
+        """Add to the float layer's text that the quantizer of the input stands elsewhere."""
+        text = super().extra_repr()
+        shares = not self.quantizes_input and "input_fake_quant" not in self._modules
+        return f"{text}, shares the input quantizer of another layer" if shares else text
