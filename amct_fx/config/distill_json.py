@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from amct_fx.config.files import write_text
+from amct_fx.config.files import read_text, write_text
 from amct_fx.config.json_config import (
     DATA_KEYS,
     WEIGHT_KEYS,
     activation_to_dict,
     read_activation,
 )
-from amct_fx.config.json_object import JsonObject, Lines, dump_json
+from amct_fx.config.json_object import JsonObject, Lines, dump_json, load_json
 from amct_fx.config.messages import warn
 from amct_fx.config.schema import (
     ActivationConfig,
@@ -24,15 +25,19 @@ from amct_fx.config.schema import (
     Source,
     WeightConfig,
 )
-from amct_fx.errors import ConfigTypeError
+from amct_fx.errors import ConfigError, ConfigTypeError
 
 if TYPE_CHECKING:
-    import os
-
     from amct_fx.config.distill import DistillConfig
     from amct_fx.config.specs import LayerSpec, Resolution
 
-__all__ = ["DistillPlan", "distill_to_dict", "parse_distill_json", "save_distill_json"]
+__all__ = [
+    "DistillPlan",
+    "distill_to_dict",
+    "load_distill_json",
+    "parse_distill_json",
+    "save_distill_json",
+]
 
 _HEAD = ("version", "batch_num", "group_size", "data_dump", "distill_group")
 _LAYER_KEYS = ("quant_enable", "distill_data_config", "distill_weight_config")
@@ -97,6 +102,21 @@ def save_distill_json(path: str | os.PathLike[str], value: Mapping[str, Any]) ->
     if Path(path).exists():
         warn(f"{path} exists and is replaced")
     write_text(path, dump_json(value))
+
+
+def load_distill_json(path: str | os.PathLike[str]) -> DistillPlan:
+    """Read a distillation JSON file.
+
+    Raises:
+        ConfigFileNotFoundError: When there is no such file.
+        ConfigError: As for :func:`parse_distill_json`, with the name of the file.
+    """
+    file = os.fspath(path)
+    if not file:
+        message = "the name of the distillation JSON is empty"
+        raise ConfigError(message)
+    text = read_text(file)
+    return parse_distill_json(load_json(text, file=file), text=text, file=file)
 
 
 def parse_distill_json(

@@ -29,7 +29,8 @@ def build(cls: type[T], part: Located, *, blame: Located | None = None, **values
     try:
         return cls(**given, source=part.source)
     except ConfigError as error:
-        raise (blame or part).error(error.message) from None
+        field = error.message.partition(" ")[0]
+        raise (blame or part).error(error.message, field=field) from None
 
 
 def read_activation(part: Located | None) -> ActivationConfig | None:

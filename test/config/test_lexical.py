@@ -135,7 +135,7 @@ def test_other_spellings_of_floats_are_refused(word: str) -> None:
 
 @pytest.mark.parametrize("word", ["inf", "-infinity", "nan", "1e39", "0", "-3"])
 def test_clips_are_finite_and_on_their_side_of_zero(word: str) -> None:
-    with pytest.raises(ConfigError, match=r"1:44: clip_max must be finite and > 0"):
+    with pytest.raises(ConfigError, match=r"1:59: clip_max must be finite and > 0"):
         parse_cfg(CLIP.format(word))
 
 

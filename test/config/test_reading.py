@@ -44,7 +44,7 @@ from amct_fx.errors import AmctWarning, ConfigError
         ),
         (
             "prune_config { filter_pruner { balanced_l2_norm_filter_prune { prune_ratio: 1 } } }",
-            "q.cfg:1:32: prune_ratio must be between 0 and 1",
+            "q.cfg:1:64: prune_ratio must be between 0 and 1",
         ),
         ("batch_num: 2 batch_num: 0", "q.cfg:1:14: batch_num must be at least 1"),
     ],

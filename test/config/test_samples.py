@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from amct_fx import amct_pytorch, prepare_qat_amct
+from amct_fx.backend_config import is_layer, model_facts
 from amct_fx.config import FilterPruneConfig, LayerFacts, M4N2PruneConfig, ModelFacts
+from amct_fx.graph import capture
 from test.config.helpers import conv, linear, model, resolved, table
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -100,3 +106,76 @@ def test_the_second_combined_sample(names: tuple[str, str, str, str]) -> None:
     ]
     once, always = M4N2PruneConfig(0), M4N2PruneConfig(1)
     assert prunings("compressed2.cfg", names) == [always, always, once, once]
+
+
+class Classifier(nn.Module):
+    """The layers that the facts above describe."""
+
+    def __init__(self, names: tuple[str, str, str]) -> None:
+        super().__init__()
+        self.names = names
+        layers = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3), nn.Linear(32, 4)
+        for name, layer in zip(names, layers, strict=True):
+            self.add_module(name, layer)
+            if layer is layers[1]:
+                self.up = nn.ConvTranspose2d(16, 32, 2, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, last = (getattr(self, name) for name in self.names)
+        x = self.up(torch.relu(second(torch.relu(first(x)))))
+        return last(torch.relu(x).mean((2, 3)))
+
+
+def network(names: tuple[str, str, str, str]) -> nn.Module:
+    """Return a classifier inside of the containers that the prefix names."""
+    prefix, *parts = names
+    result: nn.Module = Classifier((parts[0], parts[1], parts[2]))
+    for part in reversed(prefix.split(".")[:-1]):
+        outer = nn.Sequential()
+        outer.add_module(part, result)
+        result = outer
+    return result
+
+
+def test_the_facts_are_those_of_real_models(names: tuple[str, str, str, str]) -> None:
+    net = network(names)
+    found = model_facts(net, capture(net, is_layer))
+    expected = classifier(*names)
+    assert [(layer.name, layer.layer_type, layer.packing_sizes) for layer in found.layers] == [
+        (layer.name, layer.layer_type, layer.packing_sizes) for layer in expected.layers
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::amct_fx.errors.AmctWarning")
+@pytest.mark.parametrize("file", ["quant.cfg", "mindspore_quant.cfg"])
+def test_real_models_train_with_the_samples(file: str, names: tuple[str, str, str, str]) -> None:
+    text = sample(file, names)
+    prepared = prepare_qat_amct(network(names), text).train()
+    expected = [row.startswith("yes") for row in rows(file, names)[0]]
+    layers = [prepared.get_submodule(layer.name) for layer in classifier(*names).layers]
+    assert [hasattr(layer, "weight_fake_quant") for layer in layers] == expected
+    for _ in range(3):
+        prepared(torch.rand(2, 3, 8, 8)).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore::amct_fx.errors.AmctWarning")
+def test_the_distillation_sample(names: tuple[str, str, str, str], tmp_path: Path) -> None:
+    prefix, first, second, last = names
+    text = (SAMPLES / "distill.cfg").read_text()
+    layers = {"layer1": first, "layer2": second, "layer3": second, "layer4": first}
+    for old, new in layers.items():
+        text = text.replace(f'"{old}"', f'"{prefix}{new}"')
+    text = text.replace('"type1"', '"GRU"').replace('"type2"', '"Linear"')
+    (tmp_path / "distill.cfg").write_text(text)
+    target = tmp_path / "distill.json"
+    data = torch.rand(2, 3, 8, 8)
+    amct_pytorch.create_distill_config(
+        str(target), network(names), data, str(tmp_path / "distill.cfg")
+    )
+    value = json.loads(target.read_text())
+    assert value["data_dump"] is True
+    assert value["distill_group"] == [[prefix + first, prefix + second], [prefix + last]]
+    enabled = {name: value[prefix + name]["quant_enable"] for name in (first, second, last)}
+    assert enabled == {first: True, second: False, last: True}
+    assert value[prefix + last]["distill_weight_config"]["algo"] == "ulq_distill"
+    assert value[prefix + first]["distill_data_config"]["clip_max"] == 3.0
