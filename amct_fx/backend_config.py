@@ -14,7 +14,7 @@ from amct_fx.config import LayerFacts, ModelFacts
 from amct_fx.graph import Capture, layer_calls
 from amct_fx.nn.recurrent import unsupported_form
 
-__all__ = ["QUANTIZABLE_CLASSES", "Reuse", "is_layer", "model_facts"]
+__all__ = ["QUANTIZABLE_CLASSES", "Reuse", "is_layer", "model_facts", "other_weights"]
 
 QUANTIZABLE_CLASSES: tuple[type[nn.Module], ...] = (
     nn.Conv1d,
@@ -68,6 +68,31 @@ def model_facts(model: nn.Module, captured: Capture, reused: Reuse = "float") ->
     )
     modules = {name: type(module).__name__ for name, module in model.named_modules()}
     return ModelFacts(layers=layers, modules=modules)
+
+
+def other_weights(model: nn.Module) -> tuple[LayerFacts, ...]:
+    """List the modules with weight matrices that no configuration can name, with the reason.
+
+    Args:
+        model: The float model.
+
+    Example:
+        >>> attention = nn.MultiheadAttention(8, 2)
+        >>> [(layer.name, layer.layer_type) for layer in other_weights(attention)]
+        [('', 'MultiheadAttention'), ('out_proj', 'NonDynamicallyQuantizableLinear')]
+    """
+    return tuple(
+        LayerFacts(name=name, layer_type=type(module).__name__, reason=_why_no_layer(module))
+        for name, module in model.named_modules()
+        if not is_layer(module) and any(p.dim() > 1 for p in module.parameters(recurse=False))
+    )
+
+
+def _why_no_layer(module: nn.Module) -> str:
+    base = next((cls.__name__ for cls in QUANTIZABLE_CLASSES if isinstance(module, cls)), None)
+    if base is not None:
+        return f"only exact {base} layers are quantized: a subclass may compute something else"
+    return f"{type(module).__name__} is no layer type that is quantized"
 
 
 def _weights(module: nn.Module) -> list[int]:

@@ -61,11 +61,18 @@ def _affine_of(node: fx.Node, region: nn.Module) -> BatchNormAffine | None:
     if arguments is None or node.target is not F.batch_norm:
         return None
     values = arguments.kwargs
-    if values.get("training") not in (None, False):
+    if not _evaluates(values.get("training")):
         return None
     names = ("running_mean", "running_var", "weight", "bias")
     mean, var, weight, bias = (_tensor_of(values.get(key), region) for key in names)
     return batch_norm_affine(mean, var, weight, bias, float(values.get("eps", 1e-5)))
+
+
+def _evaluates(training: object) -> bool:
+    """Say whether a functional batch norm uses its statistics in eval mode."""
+    if isinstance(training, fx.Node):
+        return training.op == "get_attr" and str(training.target).endswith("training")
+    return not training
 
 
 def _tensor_of(value: object, region: nn.Module) -> Tensor | None:

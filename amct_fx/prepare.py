@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.ao.quantization import QConfig, QConfigMapping
 
-from amct_fx.backend_config import Reuse, is_layer, model_facts
+from amct_fx.backend_config import Reuse, is_layer, model_facts, other_weights
 from amct_fx.checks import check_finite_weights, check_float_model, check_supported
 from amct_fx.config import CompressionConfig, ModelFacts, load_config, resolve
 from amct_fx.distributed import RangeMerger, RangeMergeRule
@@ -106,7 +106,7 @@ def prepare_qat_amct(
         check_supported(config)
     prepared = model if inplace else copy.deepcopy(model)
     captured = capture(prepared, is_layer, example_inputs=example_inputs, strict=strict)
-    facts = model_facts(prepared, captured, reused)
+    facts, others = model_facts(prepared, captured, reused), other_weights(prepared)
     if config is not None:
         resolution = resolve(
             config, facts, linear_channel_wise=linear_channel_wise, dialect=dialect
@@ -130,7 +130,7 @@ def prepare_qat_amct(
         "reused": reused,
         "range_merge": range_merge,
     }
-    preparation = Preparation.of(facts, qconfigs, captured, Recipe(config, options))
+    preparation = Preparation.of(facts, others, qconfigs, captured, Recipe(config, options))
     record_preparation(prepared, preparation)
     logger.info("%s", preparation.headline)
     return prepared

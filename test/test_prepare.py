@@ -407,3 +407,22 @@ def test_tied_layers_with_different_settings_are_refused():
         retrain_weight_quant_config { ulq_retrain { } } }"""
     with pytest.raises(ValueError, match=r"'first' and 'second' share one weight"):
         prepare_qat_amct(Pyramid(), cfg, reused="quantize")
+
+
+def test_weights_that_no_configuration_can_name_are_reported_too():
+    summary = summarize(prepare_qat_amct(Attend()))
+    others = {row.name: row.reason for row in summary.others}
+    assert "MultiheadAttention is no layer type" in others["encoder.layers.0.self_attn"]
+    assert "only exact Linear" in others["encoder.layers.0.self_attn.out_proj"]
+    assert "5 of 5 layers quantized, 4 modules of other types float" in str(summary)
+
+
+def test_islands_without_layers_are_not_worth_a_line():
+    class Noise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if self.training else x
+
+    prepared = prepare_qat_amct(nn.Sequential(nn.Conv2d(3, 4, 1), Noise(), nn.Conv2d(4, 4, 1)))
+    assert not summarize(prepared).islands
+    prepared(example())
+    assert not torch.equal(prepared(example()), prepared.eval()(example()))

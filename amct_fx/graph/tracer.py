@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.proxy import TraceError
 from torch.utils._pytree import tree_flatten
 
 from amct_fx.errors import ModelError
@@ -30,12 +31,16 @@ _OWN_FILE = __file__
 
 @dataclass(frozen=True)
 class Island:
-    """A module that runs its own Python code because tracing it would change what it does."""
+    """A module that runs its own Python code because tracing it would change what it does.
+
+    ``holds_layers`` is ``False`` for parts such as stochastic depth, where nothing is lost.
+    """
 
     name: str
     type_name: str
     reason: str
     source: str | None = None
+    holds_layers: bool = True
 
     def __str__(self) -> str:
         """Return ``name (Type): reason [file:line]``."""
@@ -99,15 +104,11 @@ def capture(
         reason = "its traced graph computes something else on example_inputs"
         found = Capture(islands=[Island("", type(model).__name__, reason)])
         _capture_children(model, "", is_layer, found, {id(model)})
-    blocking = [str(island) for island in found.islands if _holds_layers(model, island, is_layer)]
+    blocking = [str(island) for island in found.islands if island.holds_layers]
     if strict and blocking:
         message = "strict=True, but these parts cannot be traced:\n  " + "\n  ".join(blocking)
         raise ModelError(message)
     return found
-
-
-def _holds_layers(model: nn.Module, island: Island, is_layer: Callable[[nn.Module], bool]) -> bool:
-    return any(is_layer(module) for module in model.get_submodule(island.name).modules())
 
 
 def _same_outputs(region: Region, example_inputs: Any) -> bool:
@@ -162,12 +163,11 @@ def _capture(
         found.islands.append(island)
         _capture_children(module, name, is_layer, found, seen)
         return
-    for node in tracer.graph.nodes:
-        node.type = None  # annotations may name local classes, which no pickle can find
     region = Region(name, module, tracer.graph)
     found.regions.append(region)
     for path, inner in tracer.islands.items():
-        found.islands.append(inner.named(region.full_name(path)))
+        holds_layers = any(is_layer(part) for part in module.get_submodule(path).modules())
+        found.islands.append(inner.named(region.full_name(path), holds_layers=holds_layers))
         _capture_children(module.get_submodule(path), region.full_name(path), is_layer, found, seen)
 
 
@@ -188,8 +188,8 @@ class _Refusal:
     reason: str
     source: str | None = None
 
-    def named(self, name: str) -> Island:
-        return Island(name, self.type_name, self.reason, self.source)
+    def named(self, name: str, *, holds_layers: bool = True) -> Island:
+        return Island(name, self.type_name, self.reason, self.source, holds_layers)
 
 
 class IslandTracer(fx.Tracer):
@@ -206,11 +206,19 @@ class IslandTracer(fx.Tracer):
         refusal = _refuse_before_tracing(module, self._is_layer) or _refuse_root(module)
         if refusal is None:
             try:
-                with _hidden_training_flags(module, self._is_opaque):
+                with _traced_training_flags(module, self, self._is_opaque):
                     self.trace(module)
+                _name_original_classes(self.graph)
             except Exception as error:  # user code may raise anything when it meets a proxy
                 refusal = _explain(module, error)
         return None if refusal is None else refusal.named(name)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Say what a branch depends on when it is the mode of the module."""
+        if obj.node.op == "get_attr" and str(obj.node.target).endswith("training"):
+            message = "its forward branches on self.training"
+            raise TraceError(message)
+        return super().to_bool(obj)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Keep layers, islands, and torch's own modules as one call."""
@@ -294,11 +302,8 @@ def _definition(module: nn.Module) -> str | None:
 
 def _explain(module: nn.Module, error: Exception) -> _Refusal:
     """Turn what tracing raised into a reason, with the line of the user's code."""
-    if isinstance(error, AttributeError) and error.name == "training":
-        reason = "its forward depends on self.training"
-    else:
-        text = (str(error).strip() or type(error).__name__).splitlines()[0]
-        reason = f"it cannot be traced: {text}"
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = f"it cannot be traced: {text}"
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -308,22 +313,59 @@ def _explain(module: nn.Module, error: Exception) -> _Refusal:
     return _Refusal(type(module).__name__, reason, source)
 
 
-@contextmanager
-def _hidden_training_flags(
-    root: nn.Module, is_opaque: Callable[[nn.Module], bool]
-) -> Iterator[None]:
-    """Hide ``training`` of every module that will be traced into.
+class _TracedTraining:
+    """Stands in for ``module.training`` while the module is traced into.
 
-    A forward that reads ``self.training`` would be frozen in today's mode; with the flag out of
-    sight the read raises AttributeError, and the module becomes an island instead.
+    A forward that hands the flag on, as in ``F.dropout(x, training=self.training)``, records a node
+    that reads it at every call; one that branches on it cannot be traced and becomes an island.
+    Either way today's mode is not frozen into the graph.
     """
-    flags = {
-        module: module.__dict__.pop("training")
-        for module in root.modules()
-        if not is_opaque(module) and "training" in module.__dict__
-    }
+
+    def __init__(self, tracer: fx.Tracer) -> None:
+        self.tracer = tracer
+
+    def __get__(self, module: nn.Module, owner: type) -> Any:
+        path = self.tracer.path_of_module(module)
+        target = f"{path}.training" if path else "training"
+        return self.tracer.create_proxy("get_attr", target, (), {})
+
+    def __set__(self, module: nn.Module, value: bool) -> None:
+        message = "its forward changes self.training"
+        raise AttributeError(message)
+
+
+@contextmanager
+def _traced_training_flags(
+    root: nn.Module, tracer: fx.Tracer, is_opaque: Callable[[nn.Module], bool]
+) -> Iterator[None]:
+    """Let every module that will be traced into read its ``training`` flag through the graph."""
+    flag = {"training": _TracedTraining(tracer)}
+    classes = {module: type(module) for module in root.modules() if not is_opaque(module)}
+    watched = {cls: _subclass(cls, flag) for cls in set(classes.values())}
     try:
+        for module, cls in classes.items():
+            module.__class__ = watched[cls]
         yield
     finally:
-        for module, flag in flags.items():
-            module.__dict__["training"] = flag
+        for module, cls in classes.items():
+            module.__class__ = cls
+
+
+def _subclass(cls: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]:
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls,), {**names, **members})
+
+
+def _name_original_classes(graph: fx.Graph) -> None:
+    """Let the nodes name the users' classes again, which pickle can find."""
+    for node in graph.nodes:
+        node.type = None  # annotations may name local classes
+        stack = node.meta.get("nn_module_stack")
+        if stack is not None:
+            node.meta["nn_module_stack"] = {
+                key: (name, _original(cls)) for key, (name, cls) in stack.items()
+            }
+
+
+def _original(cls: type) -> type:
+    return cls.__mro__[1] if isinstance(vars(cls).get("training"), _TracedTraining) else cls

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from amct_fx.config import CompressionConfig, ModelFacts
+    from amct_fx.config import CompressionConfig, LayerFacts, ModelFacts
     from amct_fx.graph import Capture, Island
 
 __all__ = ["LayerDecision", "Preparation", "Recipe", "preparation_of", "record_preparation"]
@@ -41,15 +41,28 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Preparation:
-    """All layers of quantizable types in model order, and the parts that could not be traced."""
+    """What one prepare call decided.
+
+    Attributes:
+        layers: All layers of quantizable types, in model order.
+        others: Modules of other types that own weight matrices, which stay float.
+        islands: Parts with layers that could not be traced.
+        recipe: What the call was asked for.
+    """
 
     layers: tuple[LayerDecision, ...]
+    others: tuple[LayerDecision, ...]
     islands: tuple[Island, ...]
     recipe: Recipe
 
     @classmethod
     def of(
-        cls, facts: ModelFacts, quantized: Container[str], captured: Capture, recipe: Recipe
+        cls,
+        facts: ModelFacts,
+        others: Iterable[LayerFacts],
+        quantized: Container[str],
+        captured: Capture,
+        recipe: Recipe,
     ) -> Preparation:
         """Collect the decisions of one prepare call."""
         layers = tuple(
@@ -60,7 +73,9 @@ class Preparation:
             )
             for layer in facts.layers
         )
-        return cls(layers, tuple(captured.islands), recipe)
+        rest = tuple(LayerDecision(item.name, item.layer_type, item.reason) for item in others)
+        islands = tuple(island for island in captured.islands if island.holds_layers)
+        return cls(layers, rest, islands, recipe)
 
     @property
     def headline(self) -> str:

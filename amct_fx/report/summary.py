@@ -37,22 +37,30 @@ class SummaryRow:
 
 @dataclass(frozen=True)
 class Summary:
-    """All layers of quantizable types, and the parts of the model that could not be traced."""
+    """What became of every weight of the model.
+
+    Attributes:
+        rows: All layers of quantizable types, in model order.
+        others: Modules of other types that own weight matrices; they stay float.
+        islands: Parts with layers that could not be traced.
+    """
 
     rows: tuple[SummaryRow, ...]
+    others: tuple[SummaryRow, ...]
     islands: tuple[Island, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data: ``{"layers": [...], "islands": [...]}``."""
+        """Return plain data: ``{"layers": [...], "others": [...], "islands": [...]}``."""
         return {
             "layers": [asdict(row) for row in self.rows],
+            "others": [asdict(row) for row in self.others],
             "islands": [asdict(island) for island in self.islands],
         }
 
     def __str__(self) -> str:
         """Return an aligned table, the islands, and one line of totals."""
         header = tuple(field.name for field in fields(SummaryRow))
-        table = [header, *(astuple(row) for row in self.rows)]
+        table = [header, *(astuple(row) for row in (*self.rows, *self.others))]
         widths = [max(len(row[column]) for row in table) for column in range(len(header))]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -60,7 +68,9 @@ class Summary:
         ]
         lines += [f"not traced: {island}" for island in self.islands]
         quantized = sum(row.state != "float" for row in self.rows)
-        lines.append(f"{quantized} of {len(self.rows)} layers quantized")
+        total = f"{quantized} of {len(self.rows)} layers quantized"
+        rest = f", {len(self.others)} modules of other types float" if self.others else ""
+        lines.append(total + rest)
         return "\n".join(lines)
 
 
@@ -96,7 +106,8 @@ def summarize(model: nn.Module) -> Summary:
         _row(decision, modules.get(decision.name), quantizers.get(decision.name))
         for decision in preparation.layers
     )
-    return Summary(rows, preparation.islands)
+    others = tuple(_row(decision, None, None) for decision in preparation.others)
+    return Summary(rows, others, preparation.islands)
 
 
 def _row(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amct_fx.errors import ModelError
-from amct_fx.graph import capture
+from amct_fx.graph import capture, fx_graph_of, install_graph
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -86,7 +87,29 @@ def test_the_region_around_an_island_keeps_no_trace_of_the_failed_attempt():
     region.graph.lint()
 
 
-def test_reading_self_training_becomes_an_island():
+def test_handing_self_training_on_is_traced_and_stays_alive():
+    class HandsOn(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(self.fc(x), 0.5, training=self.training)
+
+    model = Around(HandsOn())
+    captured = capture(model, is_layer)
+    assert not captured.islands
+    (region,) = captured.regions
+    assert type(model.inner) is HandsOn
+    install_graph(region.module, region.graph)
+    x = torch.randn(8, 4)
+    assert not torch.equal(model(x), model(x))
+    model.inner.eval()
+    assert torch.equal(model(x), model(x))
+    assert "self.inner.training" in fx_graph_of(model).python_code("self").src
+
+
+def test_branching_on_self_training_becomes_an_island():
     model = Around(Flagged())
     captured = capture(model, is_layer)
     (island,) = captured.islands
