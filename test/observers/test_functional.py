@@ -173,7 +173,8 @@ def test_the_memory_format_is_kept_in_both_directions(memory_format: torch.memor
     x.register_hook(check)
     clips = scalar(1.0).requires_grad_(), scalar(-1.0).requires_grad_()
     y = functional.ulq_fake_quantize(x, *clips)
-    y.sum().backward()
+    y.sum().backward(retain_graph=True)
+    y.backward(torch.randn(2, 3, 4, 5))  # a contiguous gradient
     check(y)
     check(leaf.grad)
     assert torch.equal(y, functional.ulq_fake_quantize(values, *clips))

@@ -484,6 +484,7 @@ def test_a_checkpoint_from_the_middle_of_the_start_collects_again() -> None:
         second.load_state_dict(first.state_dict())
     assert len(caught) == 1
     assert second._collector.batches == []
+    assert "calibrating 0/3" in repr(second)
     batches = [torch.randn(10) for _ in range(3)]
     for batch in batches:
         assert not second.is_calibrated
