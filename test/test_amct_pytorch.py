@@ -196,7 +196,7 @@ def test_a_failure_leaves_the_old_file(
 
 
 class Prepared:
-    """Stand for a prepared model in the table below; preparing takes a moment."""
+    """Stands for a prepared model in the table below."""
 
 
 @pytest.mark.parametrize("create", CREATE)
@@ -280,6 +280,72 @@ def test_a_convolution_without_a_batch_axis_stays_float(
     skip = "quant_skip_layers: 'b'"
     with pytest.warns(AmctWarning, match="its input has no batch axis"):
         written(create, tmp_path, Unbatched(), X, skip)
+
+
+class OwnConv(nn.Conv2d):
+    """A subclass may compute something else."""
+
+
+class Aliased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = self.first
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.second(x))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 7)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.words(x))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(4, 4, batch_first=True, **options)
+        self.head = nn.Linear(self.rnn(torch.rand(1, 5, 4))[0].shape[-1], 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x)[0])
+
+
+LISTED: list[tuple[Any, Tensor | None, list[str]]] = [
+    ("SharedWeight", None, ["a", "d"]),
+    ("SharedWeight1d", None, ["a", "d"]),
+    ("PaddingModes", None, ["z", "z2"]),
+    ("ReusedModule", None, ["c1", "c2"]),
+    ("Dims", None, ["c1", "t1", "c2", "t2", "c3"]),
+    ("UnusedAnd3d", None, ["used", "lin", "lin2"]),
+    ("FunctionalAndUnused", None, ["used", "lin"]),
+    (lambda: nn.Sequential(OwnConv(3, 3, 1), nn.Conv2d(3, 3, 1)), X, ["1"]),
+    (lambda: nn.Sequential(nn.Conv2d(3, 3, 3, padding="same")), X, ["0"]),
+    (lambda: nn.Sequential(nn.Linear(8, 8)), X, ["0"]),
+    (Aliased, torch.rand(2, 4), ["first", "last"]),
+    (Tied, torch.tensor([[1, 2]]), ["head"]),
+    (Recurrent, torch.rand(2, 5, 4), ["rnn", "head"]),
+    (lambda: Recurrent(num_layers=2), torch.rand(2, 5, 4), ["head"]),
+    (lambda: Recurrent(bidirectional=True), torch.rand(2, 5, 4), ["head"]),
+    (lambda: Recurrent(proj_size=2), torch.rand(2, 5, 4), ["head"]),
+]
+
+
+@pytest.mark.parametrize(("model", "data", "names"), LISTED)
+def test_the_json_lists_every_eligible_layer_and_no_other(
+    model: Any, data: Tensor | None, names: list[str], tmp_path: Path
+) -> None:
+    network = build(model) if isinstance(model, str) else model()
+    inputs = example_input(model) if data is None else data
+    value = json.loads(written(amct.create_quant_retrain_config, tmp_path, network, inputs, None))
+    assert [key for key in value if key not in ("version", "batch_num")] == names
 
 
 PRUNE = "prune_config { filter_pruner { balanced_l2_norm_filter_prune { prune_ratio: 0.5 } } }"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -130,11 +131,11 @@ class Lines:
         self._line = 1
 
     def find(self, key: str) -> int | None:
-        """Return the line of the next occurrence of a key."""
+        """Return the line where a key stands next; the same word may be a value before."""
         for quoted in (json.dumps(key), json.dumps(key, ensure_ascii=False)):
-            position = self._text.find(quoted, self._position)
-            if position >= 0:
-                self._line += self._text.count("\n", self._position, position)
-                self._position = position
+            found = re.compile(rf"{re.escape(quoted)}\s*:").search(self._text, self._position)
+            if found is not None:
+                self._line += self._text.count("\n", self._position, found.start())
+                self._position = found.start()
                 return self._line
         return None

@@ -268,12 +268,12 @@ def test_a_json_file_is_read_with_its_name_and_lines(tmp_path: Path) -> None:
     path.write_text('{"version": 1, "fc": {"quant_enable": true, "quant_enable": true}}')
     with pytest.raises(ConfigError, match=r"distill.json: .*'quant_enable' is given twice"):
         load_distill_json(path)
-    text = json.dumps(HEAD | {"distill_group": [["c1"]], "fc": {"algo": 1}}, indent=1)
+    text = json.dumps(HEAD | {"distill_group": [["fc"]], "fc": {"algo": 1}}, indent=1)
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"distill.json:11: layer 'fc': unknown key 'algo'"):
         load_distill_json(path)
     path.write_text(text.replace('"algo": 1', '"quant_enable": true'))
-    assert load_distill_json(path).groups == (("c1",),)
+    assert load_distill_json(path).groups == (("fc",),)
 
 
 @pytest.mark.parametrize(
