@@ -1,0 +1,100 @@
+"""Quantization-aware training on several processes.
+
+    torchrun --nproc-per-node 2 examples/train_ddp.py --epochs 2
+
+Nothing but the usual DistributedDataParallel code: prepare first, then wrap. The ranges that the
+ranks calibrate on their own data are merged once, at the end of the calibration.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import amct_fx
+
+
+def make_model() -> nn.Sequential:
+    """Return a small CNN for images ``[N, 1, 8, 8]``."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32 * 4 * 4, 10),
+    )
+
+
+def digits() -> tuple[TensorDataset, TensorDataset]:
+    """Return the training and the test half of scikit-learn's digits."""
+    pixels, classes = load_digits(return_X_y=True)
+    images = torch.from_numpy(pixels / 16).float().view(-1, 1, 8, 8)
+    labels = torch.from_numpy(classes)
+    return TensorDataset(images[::2], labels[::2]), TensorDataset(images[1::2], labels[1::2])
+
+
+def train(model: nn.Module, data: TensorDataset, epochs: int) -> None:
+    """Train ``model`` on this rank's share of ``data``; knows nothing of quantization."""
+    sampler: DistributedSampler[TensorDataset] = DistributedSampler(data, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model.train()
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for images, labels in DataLoader(data, batch_size=32, sampler=sampler):
+            optimizer.zero_grad()
+            F.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, data: TensorDataset) -> float:
+    """Return the share of right answers in eval mode."""
+    images, labels = data.tensors
+    return float((model.eval()(images).argmax(dim=1) == labels).double().mean())
+
+
+def clips(model: nn.Module) -> torch.Tensor:
+    """Return the learned clips of all input quantizers, one after the other."""
+    values = [p.detach() for name, p in model.named_parameters() if ".clip_" in name]
+    return torch.cat(values)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train, check that all ranks hold the same clips, convert on the first one."""
+    parser = argparse.ArgumentParser(description="Quantize a small CNN on several processes.")
+    parser.add_argument("--epochs", type=int, default=5)
+    options = parser.parse_args(arguments)
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    train_set, test_set = digits()
+    prepared = amct_fx.prepare_qat_amct(make_model(), "batch_num: 2")
+    parallel = DistributedDataParallel(prepared)
+    train(parallel, train_set, options.epochs)
+
+    gathered = [torch.empty_like(clips(prepared)) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, clips(prepared))
+    if dist.get_rank() == 0:
+        equal = all(torch.equal(gathered[0], other) for other in gathered)
+        print(f"clips equal on {len(gathered)} ranks: {equal}")
+        converted = amct_fx.convert_amct(prepared)
+        print(f"prepared {accuracy(prepared, test_set):.4f}")
+        print(f"converted {accuracy(converted, test_set):.4f}")
+        if not equal:
+            raise SystemExit(1)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
