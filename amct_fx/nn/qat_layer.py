@@ -104,7 +104,7 @@ class QATLayer(nn.Module):
         fake_quant: FakeQuantizeBase = constructor()
         if isinstance(fake_quant, ULQFakeQuantize):
             fake_quant.layer_name = name
-        return fake_quant.to(next(self.parameters()).device).train(self.training)
+        return fake_quant.to(self._first_weight().device).train(self.training)
 
     def own_input_fake_quant(self, constructor: Callable[..., Any], name: str = "") -> None:
         """Make this layer the owner of the quantizer of its input."""
@@ -169,12 +169,16 @@ class QATLayer(nn.Module):
 
     def become_quantized(self, parts: Mapping[str, IntegerWeight]) -> QuantizedLayer:
         """Replace class, parameters and weight quantizers by those of the converted layer."""
-        dtype = next(self.parameters()).dtype
+        dtype = self._first_weight().dtype
         for key in ("qconfig", *self.weight_quantizers.values()):
             delattr(self, key)
         converted = become(self, quantized_class_of(self.float_class))
         converted.adopt(parts, dtype)
         return converted
+
+    def _first_weight(self) -> Tensor:
+        weight: Tensor = getattr(self, next(iter(self.weight_quantizers)))
+        return weight
 
     def extra_repr(self) -> str:
         """Add to the float layer's text that the quantizer of the input stands elsewhere."""

@@ -169,12 +169,14 @@ class QuantizedLayer(nn.Module):
     Attributes:
         parts: Prefixes of the buffers of each weight and its bias: ``weight_<part>codes``,
             ``weight_<part>scale``, ``bias_<part>codes``, ``bias_<part>scale``.
+        float_parameters: Names of the parameters that the buffers replace.
         quantizes_input: Whether ``forward`` calls the quantizer of the input itself.
         dtype: Floating point type of the operator.
     """
 
     float_class: ClassVar[type[nn.Module]]
     parts: ClassVar[tuple[str, ...]] = ("",)
+    float_parameters: ClassVar[tuple[str, ...]] = ("weight", "bias")
     weight_codes: Tensor
     weight_scale: Tensor
     bias_codes: Tensor | None
@@ -187,7 +189,8 @@ class QuantizedLayer(nn.Module):
 
     def adopt(self, integers: Mapping[str, IntegerWeight], dtype: torch.dtype) -> None:
         """Replace the float parameters by integer buffers, one set for each of ``parts``."""
-        self._parameters.clear()
+        for name in self.float_parameters:
+            self._parameters.pop(name, None)
         self._layouts = {}
         for part in self.parts:
             integer = integers[part]

@@ -29,6 +29,7 @@ class _RecurrentLayer(QuantizedLayer):
     """
 
     parts = ("ih_", "hh_")
+    float_parameters = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
     hidden_quantize: Quantize
     hidden_dequantize: Dequantize
 
