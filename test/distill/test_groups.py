@@ -15,6 +15,7 @@ from amct_fx.config.distill import DistillGroup, load_distill_config
 from amct_fx.distill import Group, distill_facts, find_groups, groups_of_names
 from amct_fx.errors import ConfigError, ModelError
 from amct_fx.graph import capture
+from test.golden import networks
 from test.golden.networks import PlainChain, ReusedModule
 from test.networks import NetWithIsland
 
@@ -375,3 +376,36 @@ def test_groups_may_be_given_as_objects() -> None:
     facts = distill_facts(model, captured)
     groups = find_groups(model, captured, facts, user_groups=[DistillGroup("c1", "r2")])
     assert groups[0].names == ("c1", "b1", "r1", "c2", "b2", "r2")
+
+
+NETWORKS = [
+    name
+    for name in vars(networks)
+    if hasattr(getattr(networks, name), "SHAPE") and name != "NoLayers"
+]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("size", [1, 2, 100])
+def test_what_holds_for_every_model(name: str, size: int) -> None:
+    model = networks.build(name)
+    captured = capture(model, is_layer)
+    facts = distill_facts(model, captured)
+    eligible = [layer.name for layer in facts.layers if layer.eligible]
+    if not eligible:
+        with pytest.raises(ModelError, match="no group of layers"):
+            find_groups(model, captured, facts, group_size=size)
+        return
+    groups = find_groups(model, captured, facts, group_size=size)
+    layers = [[item for item in group.names if item in eligible] for group in groups]
+    assert sorted(name for found in layers for name in found) == sorted(eligible)
+    assert all(1 <= len(found) <= size for found in layers)
+    nodes = [node for group in groups for node in group.nodes]
+    assert len(set(nodes)) == len(nodes)
+    assert [group.nodes[0] for group in groups] == sorted(group.nodes[0] for group in groups)
+    for group in groups:
+        inside = set(group.nodes)
+        for node in group.nodes[1:]:
+            assert inside.issuperset(node.all_input_nodes)
+        for node in group.nodes[:-1]:
+            assert inside.issuperset(node.users)
