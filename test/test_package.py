@@ -36,6 +36,7 @@ def test_the_public_names_are_these() -> None:
         "AmctError",
         "AmctWarning",
         "CalibrationError",
+        "CheckpointError",
         "CompressionConfig",
         "ConfigError",
         "ConfigFileNotFoundError",
@@ -46,8 +47,10 @@ def test_the_public_names_are_these() -> None:
         "ModelTypeError",
         "convert_amct",
         "get_qconfig_mapping",
+        "load_checkpoint",
         "load_config",
         "prepare_qat_amct",
+        "save_checkpoint",
         "summarize",
     ]
 
