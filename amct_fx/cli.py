@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import amct_fx
+from amct_fx.config.files import write_text
 from amct_fx.errors import AmctError
 
 try:
@@ -134,7 +134,7 @@ def demo(
         result = run_demo(seed=seed, epochs=epochs, report=report)
     Console().print(_demo_table(result))
     if json_file is not None:
-        _write_atomically(json_file, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+        write_text(json_file, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
 
 
 @contextmanager
@@ -184,19 +184,6 @@ def _demo_table(result: DemoResult) -> Table:
     table.add_section()
     table.add_row("time", f"{result.seconds:.1f} s")
     return table
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``: afterwards there is the whole new file, or the old one."""
-    temporary = path.with_name(f".amct-fx-{os.getpid()}.tmp")
-    try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

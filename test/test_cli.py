@@ -105,16 +105,19 @@ def test_a_device_is_not_replaced_by_the_json_file(demo_calls: list[dict[str, An
     assert Path("/dev/null").is_char_device()
 
 
-def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_is_a_message_and_keeps_the_old_file(
+    demo_calls: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "result.json"
     file.write_text("old")
 
     def full(_descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cli.os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        cli._write_atomically(file, "new")
+    monkeypatch.setattr("os.fsync", full)
+    result = run("demo", "--json", str(file))
+    assert result.exit_code == 1
+    assert result.stderr == "error: [Errno 28] No space left on device\n"
     assert file.read_text() == "old"
     assert list(tmp_path.iterdir()) == [file]
 
