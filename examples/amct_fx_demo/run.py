@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ import amct_fx
 from .data import Split, digits
 from .deployment import compare_codes, export, onnx_codes, onnx_logits, torch_codes
 from .network import DigitsNet
-from .training import accuracy, correct_share, fit
+from .training import Progress, accuracy, correct_share, fit
 
 __all__ = ["CONFIG", "DemoResult", "Report", "run_demo"]
 
@@ -75,8 +76,9 @@ def run_demo(*, seed: int, epochs: int, report: Report) -> DemoResult:
         progress = partial(report, "Quantization-aware training")
         fit(prepared, data.train, epochs=max(1, epochs // 3), max_lr=3e-4, progress=progress)
 
-        converted = amct_fx.convert_amct(prepared)
-        return _measure(data.held_out, model, prepared, converted, started)
+        models = _Models(model, prepared, amct_fx.convert_amct(prepared))
+        progress = partial(report, "Export and comparison")
+        return _measure(models, data.held_out, started=started, progress=progress)
 
 
 @contextmanager
@@ -90,20 +92,27 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _measure(
-    held_out: Split, model: nn.Module, prepared: nn.Module, converted: nn.Module, started: float
-) -> DemoResult:
-    images, labels = held_out
+class _Models(NamedTuple):
+    original: nn.Module
+    prepared: nn.Module
+    converted: nn.Module
+
+
+def _measure(models: _Models, split: Split, *, started: float, progress: Progress) -> DemoResult:
+    images, labels = split
+    progress(0, 3)
     with TemporaryDirectory() as folder:
         float_onnx = Path(folder, "float.onnx")
         int8_onnx = Path(folder, "int8.onnx")
-        export(model, float_onnx)
-        export(converted, int8_onnx)
-        codes = compare_codes(torch_codes(converted, images), onnx_codes(int8_onnx, images))
-        return DemoResult(
-            float_accuracy=accuracy(model, held_out),
-            prepared_accuracy=accuracy(prepared, held_out),
-            converted_accuracy=accuracy(converted, held_out),
+        export(models.original, float_onnx)
+        progress(1, 3)
+        export(models.converted, int8_onnx)
+        progress(2, 3)
+        codes = compare_codes(torch_codes(models.converted, images), onnx_codes(int8_onnx, images))
+        result = DemoResult(
+            float_accuracy=accuracy(models.original, split),
+            prepared_accuracy=accuracy(models.prepared, split),
+            converted_accuracy=accuracy(models.converted, split),
             onnxruntime_accuracy=correct_share(onnx_logits(int8_onnx, images), labels),
             float_onnx_bytes=float_onnx.stat().st_size,
             int8_onnx_bytes=int8_onnx.stat().st_size,
@@ -111,3 +120,5 @@ def _measure(
             max_code_difference=codes.max_difference,
             seconds=round(time.perf_counter() - started, 2),
         )
+    progress(3, 3)
+    return result

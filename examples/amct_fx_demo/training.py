@@ -17,7 +17,7 @@ __all__ = ["Progress", "accuracy", "correct_share", "fit"]
 
 BATCH_SIZE = 64
 
-# Called with the number of epochs done, and of all epochs.
+# Called with how much is done, and how much there is to do.
 Progress = Callable[[int, int], None]
 
 
