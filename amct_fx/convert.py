@@ -28,6 +28,7 @@ from amct_fx.graph import (
 )
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import Quantize, QuantizedLayer
+from amct_fx.unused import leave_unused_layers_float
 
 __all__ = ["convert_amct"]
 
@@ -42,16 +43,14 @@ def convert_amct(model: nn.Module) -> nn.Module:
 
     Args:
         model: A prepared model whose ranges were calibrated; its mode does not matter, and it is
-        not
-            changed.
+            not changed.
 
     Returns:
         The converted model, in eval mode.
 
     Raises:
         ConvertError: A quantizer was never calibrated, a value is not finite, or a bias does not
-        fit
-            into int32; names the layer.
+            fit into int32; names the layer.
         ModelStateError: The model is not prepared, already converted, or wrapped.
         ModelTypeError: ``model`` is no ``nn.Module``.
 
@@ -63,9 +62,10 @@ def convert_amct(model: nn.Module) -> nn.Module:
         torch.int8
     """
     check_prepared_model(model)
-    _check_calibrated(model)
     converted = copy.deepcopy(model).eval()
     RangeMerger.detach(converted)
+    leave_unused_layers_float(converted)
+    _check_calibrated(converted)
     with torch.no_grad():
         for name, region in list(regions(converted)):
             _convert_region(region, name)

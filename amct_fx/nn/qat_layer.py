@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
+from torch.ao.quantization import FakeQuantizeBase
 
 from amct_fx.nn.become import become
 from amct_fx.nn.geometry import make_weight_fake_quant
@@ -15,7 +16,7 @@ from amct_fx.nn.quantized import quantized_class_of
 from amct_fx.observers import ULQFakeQuantize
 
 if TYPE_CHECKING:
-    from torch.ao.quantization import FakeQuantizeBase, QConfig
+    from torch.ao.quantization import QConfig
     from typing_extensions import Self
 
     from amct_fx.nn.quantized import IntegerWeight, Quantize, QuantizedLayer
@@ -148,6 +149,15 @@ class QATLayer(nn.Module):
         """
         integer = self.integer_weight(input_quantize.scale, batch_norm=batch_norm, name=name)
         return self.become_quantized({"": integer})
+
+    def revert(self) -> nn.Module:
+        """Become the float layer again, staying the same object."""
+        for key, child in list(self._modules.items()):
+            if isinstance(child, FakeQuantizeBase):
+                del self._modules[key]
+        for key in ("qconfig", "quantizes_input"):
+            delattr(self, key)
+        return become(self, self.float_class)
 
     def integer_weight(
         self,

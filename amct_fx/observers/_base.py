@@ -88,6 +88,11 @@ class AmctFakeQuantize(KeywordChecked, FakeQuantizeBase):
         """Whether the range is known; may read the device."""
         return self._notice_calibration()
 
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no input has reached the quantizer and its range is still unknown."""
+        return self._batches_seen == 0 and not self.is_calibrated
+
     def enable_fake_quant(self, enabled: bool = True) -> None:
         """Switch the fake-quantization on or off; off means ``y = x``."""
         self._fake_quant_on = bool(enabled)
