@@ -25,6 +25,7 @@ from amct_fx.config import load_config, resolve, save_json_config
 from amct_fx.config.distill import load_distill_config, resolve_distill
 from amct_fx.config.distill_json import distill_to_dict, save_distill_json
 from amct_fx.config.layer_types import CONV_TYPES
+from amct_fx.copying import copy_model
 from amct_fx.distill import distill_facts, find_groups
 from amct_fx.errors import (
     ConfigError,
@@ -200,7 +201,7 @@ class _Traced:
 def _trace(model: nn.Module, input_data: Any) -> _Traced:
     """Copy, run and trace the model."""
     try:
-        traced = copy.deepcopy(model).eval()
+        traced = copy_model(model).eval()
     except Exception as error:  # whatever the user's objects raise
         message = f"the model cannot be copied: {error}"
         raise ModelStateError(message) from error

@@ -12,6 +12,7 @@ from torch import nn
 
 from amct_fx.config import LayerFacts, ModelFacts
 from amct_fx.graph import Capture, layer_calls
+from amct_fx.nn.become import float_class_of
 from amct_fx.nn.recurrent import unsupported_form
 
 __all__ = ["QUANTIZABLE_CLASSES", "Reuse", "is_layer", "model_facts", "other_weights"]
@@ -26,7 +27,10 @@ QUANTIZABLE_CLASSES: tuple[type[nn.Module], ...] = (
     nn.LSTM,
     nn.GRU,
 )
-"""Layer types that a configuration may name; exactly these classes, no subclasses."""
+"""Layer types that a configuration may name; exactly these classes, no subclasses.
+
+A layer under ``torch.nn.utils.parametrize`` counts as the class it was.
+"""
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -36,7 +40,7 @@ def is_layer(module: nn.Module) -> bool:
         >>> is_layer(nn.Linear(2, 2)), is_layer(nn.ReLU())
         (True, False)
     """
-    return type(module) in QUANTIZABLE_CLASSES
+    return float_class_of(module) in QUANTIZABLE_CLASSES
 
 
 Reuse = Literal["float", "quantize"]
@@ -116,7 +120,7 @@ def _call_counts(model: nn.Module, captured: Capture) -> Counter[nn.Module]:
 
 def _layer_facts(name: str, module: nn.Module, calls: int, owners: Counter[int]) -> LayerFacts:
     reason = _own_reason(module) or _use_reason(module, calls, owners)
-    layer_type = type(module).__name__
+    layer_type = float_class_of(module).__name__
     layer: Any = module  # the attributes below belong to its class
     if isinstance(module, nn.RNNBase):
         sizes: dict[str, Any] = {"packing_sizes": (layer.input_size, layer.hidden_size)}

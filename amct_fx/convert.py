@@ -6,7 +6,6 @@ Source: design.md, "How convert works"; spec/quantization.md sections 4 and 5.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 
 import torch
@@ -14,6 +13,7 @@ from torch import fx, nn
 from torch.ao.quantization import FakeQuantizeBase
 
 from amct_fx.checks import check_prepared_model
+from amct_fx.copying import copy_model
 from amct_fx.distributed import RangeMerger
 from amct_fx.errors import ConvertError
 from amct_fx.fold import foldable_batch_norm
@@ -62,7 +62,7 @@ def convert_amct(model: nn.Module) -> nn.Module:
         torch.int8
     """
     check_prepared_model(model)
-    converted = copy.deepcopy(model).eval()
+    converted = copy_model(model).eval()
     RangeMerger.detach(converted)
     leave_unused_layers_float(converted)
     _check_calibrated(converted)

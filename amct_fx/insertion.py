@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from amct_fx.errors import ConfigError
 from amct_fx.graph import (
     FixedMinRule,
@@ -18,13 +20,13 @@ from amct_fx.graph import (
     layer_input,
     tensor_version,
 )
-from amct_fx.nn.become import become
+from amct_fx.nn.become import become, float_class_of
 from amct_fx.nn.geometry import constructor_arguments
 from amct_fx.nn.qat import QATLayer, qat_class_of
 from amct_fx.nn.qat_rnn import RecurrentLayer
 
 if TYPE_CHECKING:
-    from torch import fx, nn
+    from torch import fx
     from torch.ao.quantization import FakeQuantizeBase, QConfig
 
 __all__ = ["WeightQuantizers", "quantize_island_layer", "quantize_region"]
@@ -133,8 +135,11 @@ class WeightQuantizers:
         """
         settings = _settings(layer.qconfig.weight)
         for weight, attribute in layer.weight_quantizers.items():
+            tensor = getattr(layer, weight)
+            if not isinstance(tensor, nn.Parameter):
+                continue  # computed anew at every reading, so no other layer can hold it
             own = (name, getattr(layer, attribute), settings)
-            first = self._made.setdefault(id(getattr(layer, weight)), own)
+            first = self._made.setdefault(id(tensor), own)
             if first[2] != settings:
                 message = (
                     f"layers {first[0]!r} and {name!r} share one weight but are given different "
@@ -146,7 +151,7 @@ class WeightQuantizers:
 
 def _swap(module: nn.Module, name: str, qconfig: QConfig, weights: WeightQuantizers) -> QATLayer:
     """Turn a float layer into its quantization-aware class, keeping the object and its hooks."""
-    qat_class = qat_class_of(type(module))
+    qat_class = qat_class_of(float_class_of(module))
     assert qat_class is not None, "model_facts lets only layers with such a class through"
     layer = become(module, qat_class)
     layer.attach(qconfig)

@@ -6,7 +6,6 @@ one input quantizer for each quantized tensor. Source: design.md, "How prepare w
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from torch.ao.quantization import QConfig, QConfigMapping
 from amct_fx.backend_config import Reuse, is_layer, model_facts, other_weights
 from amct_fx.checks import check_finite_weights, check_float_model, check_supported
 from amct_fx.config import CompressionConfig, ModelFacts, load_config, resolve
+from amct_fx.copying import copy_model
 from amct_fx.distributed import RangeMerger, RangeMergeRule
 from amct_fx.errors import ModelError
 from amct_fx.graph import (
@@ -104,7 +104,7 @@ def prepare_qat_amct(
     if not isinstance(cfg, QConfigMapping):
         config = load_config(cfg, dialect=dialect, name_map=name_map)
         check_supported(config)
-    prepared = model if inplace else copy.deepcopy(model)
+    prepared = model if inplace else copy_model(model)
     captured = capture(prepared, is_layer, example_inputs=example_inputs, strict=strict)
     facts, others = model_facts(prepared, captured, reused), other_weights(prepared)
     if config is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from amct_fx.config import (
     load_config,
     resolve,
 )
+from amct_fx.copying import copy_model
 from amct_fx.graph import capture
 from amct_fx.nn.geometry import constructor_arguments, weight_geometry
 from amct_fx.observers import ARQFakeQuantize, ULQFakeQuantize, ULQWeightFakeQuantize
@@ -66,7 +66,7 @@ def get_qconfig_mapping(
         [('0', False), ('2', True)]
     """
     config = load_config(cfg, dialect=dialect, name_map=name_map)
-    traced = copy.deepcopy(model)
+    traced = copy_model(model)
     facts = model_facts(traced, capture(traced, is_layer))
     resolution = resolve(config, facts, linear_channel_wise=linear_channel_wise, dialect=dialect)
     return qconfig_mapping_from_resolution(resolution, model)

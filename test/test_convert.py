@@ -80,6 +80,24 @@ def test_every_layer_type_converts(layer, channel_wise, algo):
     assert converted[0].weight.shape == layer.weight.shape
 
 
+def test_one_learned_scale_of_a_transposed_convolution_counts_output_channels():
+    """K of the gradient is C_in/groups times the kernel; spec/quantization.md 2.1 and 2.3."""
+    layer = nn.ConvTranspose2d(6, 8, 3, groups=2)
+    cfg = "retrain_weight_quant_config { ulq_retrain { channel_wise: false } }"
+    prepared = prepare_qat_amct(nn.Sequential(layer), cfg)
+    fake_quant = prepared[0].weight_fake_quant
+    assert (fake_quant.ch_axis, fake_quant.groups, fake_quant.scale.shape) == (1, 2, (1,))
+    weight = prepared[0].weight.detach()
+    fake_quant.initialize(weight)
+    with torch.no_grad():
+        fake_quant.scale.mul_(1.1)  # nothing is clipped
+    gradient = torch.randn_like(weight)
+    fake_quant(weight).backward(gradient)
+    v = weight / fake_quant.scale
+    expected = ((v.round() - v) * gradient).sum() / (3 * 9 * 127) ** 0.5
+    assert torch.allclose(fake_quant.scale.grad, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_weight_codes_are_the_trained_ones_up_to_the_sign_of_gamma():
     model = Net()
     with torch.no_grad():

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TypeVar
 
 from torch import nn
+from torch.nn.utils import parametrize
 
-__all__ = ["become"]
+__all__ = ["become", "drop_reparametrization", "float_class_of"]
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -28,6 +29,44 @@ def become(module: nn.Module, cls: type[Layer]) -> Layer:
         >>> become(layer, Named) is layer
         True
     """
-    module.__class__ = cls
+    module.__class__ = _parametrized(module, cls) if parametrize.is_parametrized(module) else cls
     assert isinstance(module, cls)
     return module
+
+
+def float_class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class of ``module``, below ``torch.nn.utils.parametrize``.
+
+    Example:
+        >>> float_class_of(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))).__name__
+        'Linear'
+    """
+    found: type[nn.Module] = parametrize.type_before_parametrizations(module)
+    return found
+
+
+def drop_reparametrization(module: nn.Module) -> None:
+    """Make computed weights plain parameters that hold today's values.
+
+    Knows ``torch.nn.utils.parametrize`` and the old ``torch.nn.utils.weight_norm``.
+
+    Args:
+        module: A layer; changed in place.
+    """
+    if parametrize.is_parametrized(module):
+        for name in list(module.parametrizations):  # type: ignore[arg-type]
+            parametrize.remove_parametrizations(module, name, leave_parametrized=True)
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if type(hook).__name__ == "WeightNorm":
+            hook.remove(module)  # type: ignore[attr-defined]
+            del module._forward_pre_hooks[key]
+
+
+def _parametrized(module: nn.Module, cls: type[nn.Module]) -> type[nn.Module]:
+    """Return ``cls`` with the computed attributes that ``parametrize`` gave to ``module``."""
+    injected = {
+        name: value
+        for name, value in vars(type(module)).items()
+        if name not in ("__dict__", "__weakref__", "__doc__", "__module__")
+    }
+    return type(f"Parametrized{cls.__name__}", (cls,), injected)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from amct_fx.observers import ULQWeightFakeQuantize
+
 if TYPE_CHECKING:
     from torch.ao.quantization import FakeQuantizeBase
 
@@ -96,8 +98,12 @@ def make_weight_fake_quant(
     A constructor that asks for one scale per channel (``ch_axis`` given) gets the axis, groups and
     number of channels of this layer, so one QConfig serves convolutions and transposed ones.
     """
-    arguments = constructor_arguments(constructor)[1]
-    per_channel = "num_channels" in arguments or arguments.get("ch_axis") is not None
-    geometry = weight_geometry(module).as_arguments(per_channel=per_channel)
-    fake_quant: FakeQuantizeBase = constructor(**geometry)
+    cls, arguments = constructor_arguments(constructor)
+    geometry = weight_geometry(module)
+    per_channel = arguments.get("ch_axis") is not None
+    made = geometry.as_arguments(per_channel=per_channel)
+    if not per_channel and geometry.ch_axis == 1 and cls is ULQWeightFakeQuantize:
+        # one scale, yet its gradient counts the elements of an output channel
+        made = {"ch_axis": 1, "groups": geometry.groups, "num_channels": 1}
+    fake_quant: FakeQuantizeBase = constructor(**made)
     return fake_quant.to(weight.device).train(module.training)

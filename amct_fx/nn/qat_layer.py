@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantizeBase
 
-from amct_fx.nn.become import become
+from amct_fx.nn.become import become, drop_reparametrization, float_class_of
 from amct_fx.nn.geometry import make_weight_fake_quant
 from amct_fx.nn.integer import BatchNormAffine, integer_weight
 from amct_fx.nn.quantized import quantized_class_of
@@ -70,7 +70,7 @@ class QATLayer(nn.Module):
             torch.Size([1, 8, 3, 3])
         """
         qconfig = qconfig if qconfig is not None else getattr(module, "qconfig", None)
-        if type(module) is not cls.float_class or qconfig is None:
+        if float_class_of(module) is not cls.float_class or qconfig is None:
             message = (
                 f"{cls.__name__}.from_float takes a torch.nn.{cls.float_class.__name__} and a "
                 f"QConfig, not {type(module).__name__} and {qconfig!r}"
@@ -180,6 +180,7 @@ class QATLayer(nn.Module):
     def become_quantized(self, parts: Mapping[str, IntegerWeight]) -> QuantizedLayer:
         """Replace class, parameters and weight quantizers by those of the converted layer."""
         dtype = self._first_weight().dtype
+        drop_reparametrization(self)
         for key in ("qconfig", *self.weight_quantizers.values()):
             delattr(self, key)
         converted = become(self, quantized_class_of(self.float_class))
