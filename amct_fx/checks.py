@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ from torch import nn
 from torch.ao.quantization import FakeQuantizeBase
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from amct_fx.errors import AmctWarning, ConfigError, ModelError, ModelStateError, ModelTypeError
+from amct_fx.errors import ConfigError, ModelError, ModelStateError, ModelTypeError
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import QuantizedLayer
 
@@ -91,9 +90,6 @@ def check_supported(config: CompressionConfig) -> None:
             "remove its prune_config blocks"
         )
         raise ConfigError(message)
-    if config.fakequant_precision_mode is not None:
-        message = "fakequant_precision_mode has no effect in this version"
-        warnings.warn(message, AmctWarning, stacklevel=3)
 
 
 def _as_module(model: object) -> nn.Module:

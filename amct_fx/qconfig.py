@@ -76,7 +76,7 @@ def qconfig_mapping_from_resolution(resolution: Resolution, model: nn.Module) ->
     """List the QConfig of every eligible layer by name, ``None`` for those that stay float."""
     mapping = QConfigMapping().set_global(None)
     for name, spec in resolution.layers.items():
-        qconfig = _qconfig(spec, model.get_submodule(name), resolution.batch_num)
+        qconfig = _qconfig(spec, model.get_submodule(name), resolution)
         mapping.set_module_name(name, qconfig if spec.quantize else None)
     return mapping
 
@@ -122,20 +122,26 @@ def _as_qconfig(value: Any) -> QConfig | None:
     return value if isinstance(value, QConfig) else None
 
 
-def _qconfig(spec: LayerSpec, module: nn.Module, batch_num: int) -> QConfig:
+def _qconfig(spec: LayerSpec, module: nn.Module, resolution: Resolution) -> QConfig:
+    force_fp16 = resolution.fakequant_precision_mode == "FORCE_FP16_QUANT"
     return QConfig(
-        activation=_activation_constructor(spec.activation, batch_num),
+        activation=_activation_constructor(
+            spec.activation, resolution.batch_num, force_fp16=force_fp16
+        ),
         weight=_weight_constructor(spec.weight, module),
     )
 
 
-def _activation_constructor(config: ActivationConfig, batch_num: int) -> Callable[..., Any]:
+def _activation_constructor(
+    config: ActivationConfig, batch_num: int, *, force_fp16: bool
+) -> Callable[..., Any]:
     constructor: Callable[..., Any] = ULQFakeQuantize.with_args(
         num_bits=config.dst_type.bits,
         fixed_min=config.fixed_min,
         clip_max=config.clip_max,
         clip_min=config.clip_min,
         batch_num=batch_num,
+        **({"force_fp16": True} if force_fp16 else {}),
     )
     return constructor
 

@@ -334,6 +334,22 @@ def test_a16w8_converts_to_int16_codes():
     assert_close(converted, prepared, example())
 
 
+def test_force_fp16_rounds_the_scales_as_the_device_does():
+    cfg = "fakequant_precision_mode: FORCE_FP16_QUANT"
+    plain, forced = trained(Net(), example()), prepare_qat_amct(Net(), cfg)
+    forced.load_state_dict(plain.state_dict())
+    assert torch.equal(forced.eval()(example()), plain.eval()(example()))  # training is the same
+    plain, forced = convert_amct(plain), convert_amct(forced)
+    scale = forced.stem.input_quantize.scale
+    assert scale == plain.stem.input_quantize.scale.half().float()
+    assert torch.equal(forced.stem.weight_codes, plain.stem.weight_codes)
+    deq = (forced.left.weight_scale * forced.left.input_quantize.scale).view(torch.int32)
+    assert ((deq + 1) & 0x1FFF <= 2).all()  # 19 bits, up to the rounding of the product
+    assert (forced.left.bias_scale.view(torch.int32) & 0x1FFF == 0).all()
+    expected = plain(example())
+    assert (forced(example()) - expected).abs().max() <= 0.05 * expected.abs().max()
+
+
 def test_a8w4_stays_within_int4_codes():
     cfg = "retrain_weight_quant_config { arq_retrain { dst_type: INT4 } }"
     prepared = trained(nn.Sequential(nn.Conv2d(4, 6, 3)), example(channels=4), cfg=cfg)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from amct_fx.errors import ConvertError
 from amct_fx.nn.geometry import weight_geometry
+from amct_fx.nn.precision import truncate_to_19_bits
 from amct_fx.nn.quantized_layer import IntegerWeight
 from amct_fx.observers.functional import to_output_major
 
@@ -75,6 +76,7 @@ def integer_weight(
     input_scale: Tensor,
     parameters: tuple[str, str] = ("weight", "bias"),
     batch_norm: BatchNormAffine | None = None,
+    force_fp16: bool = False,
     name: str = "",
 ) -> IntegerWeight:
     """Turn a float weight of a layer and its bias into codes and scales.
@@ -86,6 +88,7 @@ def integer_weight(
         input_scale: Scale of what the weight is multiplied with, one value.
         parameters: Names of the weight and the bias; the bias may be absent or ``None``.
         batch_norm: Arithmetic of the batch norm to fold.
+        force_fp16: Truncate the dequantization scale, input scale times weight scale, to 19 bits.
         name: Name of the layer, for messages.
 
     Raises:
@@ -104,6 +107,10 @@ def integer_weight(
     scale = _usable_scale(codes, scale, bias, input_scale)
     bias_scale = None if bias is None else _bias_scale(scale, input_scale, geometry.num_channels)
     bias_codes = _bias_codes(bias, bias_scale, name)
+    if force_fp16:
+        input_scale = input_scale.float()
+        scale = truncate_to_19_bits(scale * input_scale) / input_scale
+        bias_scale = None if bias_scale is None else truncate_to_19_bits(bias_scale)
     regrouped = geometry.ch_axis == 1 and geometry.groups > 1
     if not regrouped and geometry.ch_axis == 1:
         codes = codes.transpose(0, 1)

@@ -147,7 +147,7 @@ class QATLayer(nn.Module):
         Raises:
             ConvertError: For non-finite values, or a bias that does not fit into int32.
         """
-        integer = self.integer_weight(input_quantize.scale, batch_norm=batch_norm, name=name)
+        integer = self.integer_weight(input_quantize, batch_norm=batch_norm, name=name)
         return self.become_quantized({"": integer})
 
     def revert(self) -> nn.Module:
@@ -161,7 +161,7 @@ class QATLayer(nn.Module):
 
     def integer_weight(
         self,
-        input_scale: Tensor,
+        input_quantize: Quantize,
         parameters: tuple[str, str] = ("weight", "bias"),
         batch_norm: BatchNormAffine | None = None,
         name: str = "",
@@ -172,7 +172,8 @@ class QATLayer(nn.Module):
             parameters=parameters,
             weight_scale=self.weight_scale(parameters[0]),
             num_bits=self.weight_bits,
-            input_scale=input_scale,
+            input_scale=input_quantize.scale,
+            force_fp16=input_quantize.force_fp16,
             batch_norm=batch_norm,
             name=name,
         )

@@ -122,8 +122,8 @@ class RecurrentLayer(QATLayer):
         names = ("weight_ih_l0", "bias_ih_l0"), ("weight_hh_l0", "bias_hh_l0")
         converted: Any = self.become_quantized(
             {
-                "ih_": self.integer_weight(input_quantize.scale, names[0], name=name),
-                "hh_": self.integer_weight(hidden_quantize.scale, names[1], name=name),
+                "ih_": self.integer_weight(input_quantize, names[0], name=name),
+                "hh_": self.integer_weight(hidden_quantize, names[1], name=name),
             }
         )
         converted.own_hidden_quantizer(hidden_quantize)

@@ -20,6 +20,7 @@ from amct_fx.nn.functional import (
     dequantize_per_tensor,
     quantize_per_tensor,
 )
+from amct_fx.nn.precision import fp16_scale
 from amct_fx.observers.functional import from_output_major
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class Quantize(_TensorQParams):
         scale: One value, positive.
         zero_point: Integer, inside the range of ``dtype``.
         dtype: ``torch.int8`` or ``torch.int16``.
+        force_fp16: Round the scale to half precision, and let the layers that read the codes
+            truncate their dequantization scales to 19 bits.
 
     Example:
         >>> quantize = Quantize(0.5, 3)
@@ -81,13 +84,20 @@ class Quantize(_TensorQParams):
     """
 
     def __init__(
-        self, scale: float | Tensor, zero_point: int | Tensor, dtype: torch.dtype = torch.int8
+        self,
+        scale: float | Tensor,
+        zero_point: int | Tensor,
+        dtype: torch.dtype = torch.int8,
+        *,
+        force_fp16: bool = False,
     ) -> None:
         device = scale.device if isinstance(scale, Tensor) else None
+        held = torch.tensor(float(scale), dtype=torch.float32, device=device)
         super().__init__(
-            torch.tensor(float(scale), dtype=torch.float32, device=device),
+            fp16_scale(held) if force_fp16 else held,
             torch.tensor(int(zero_point), dtype=dtype, device=device),
         )
+        self.force_fp16 = force_fp16
 
     @classmethod
     def from_fake_quant(cls, fake_quant: FakeQuantizeBase, name: str = "") -> Quantize:
@@ -108,7 +118,8 @@ class Quantize(_TensorQParams):
             what = f"{bits}-bit activations have no type" if finite else "its range is not finite"
             message = f"{name}: {what}; choose INT8 or INT16"
             raise ConvertError(message)
-        return cls(scale.reshape(()), zero_point.reshape(()), dtypes[bits])
+        force_fp16 = getattr(fake_quant, "force_fp16", False)
+        return cls(scale.reshape(()), zero_point.reshape(()), dtypes[bits], force_fp16=force_fp16)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the codes of ``x``, any shape."""

@@ -38,6 +38,7 @@ class ULQFakeQuantize(AmctFakeQuantize):
         clip_min: Explicit lower clip, < 0.
         batch_num: Number of calibration batches N.
         symmetric: Use offset 0.
+        force_fp16: Convert for a device that holds scales in half precision; training is the same.
         layer_name: Name for messages.
         factory_kwargs: ``device`` of the parameters, as torch.ao's layers pass it.
 
@@ -76,6 +77,7 @@ scale=0.00961109, zero_point=0, learning)
         clip_min: float | None = None,
         batch_num: int = 1,
         symmetric: bool = False,
+        force_fp16: bool = False,
         layer_name: str = "",
         factory_kwargs: dict[str, Any] | None = None,
     ) -> None:
@@ -89,6 +91,7 @@ scale=0.00961109, zero_point=0, learning)
         self.fixed_min = fixed_min
         self.batch_num = check_positive_int("batch_num", batch_num)
         self.symmetric = symmetric
+        self.force_fp16 = force_fp16
         self._calibrated = clips is not None
         self._collector = BatchCollector(num_bits, batch_num)
         flag = torch.zeros(1, device=(factory_kwargs or {}).get("device"), dtype=torch.float32)
