@@ -62,7 +62,7 @@ def model_facts(model: nn.Module, captured: Capture, reused: Reuse = "float") ->
     calls = _call_counts(model, captured)
     owners: Counter[int] = Counter()
     if reused == "float":
-        owners.update(key for layer in model.modules() for key in _weights(layer))
+        owners.update(key for layer in calls for key in _weights(layer))
     else:
         calls = Counter({module: min(count, 1) for module, count in calls.items()})
     layers = tuple(

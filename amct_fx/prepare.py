@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from torch.ao.quantization import QConfig, QConfigMapping
@@ -19,10 +20,7 @@ from amct_fx.config import CompressionConfig, ModelFacts, load_config, resolve
 from amct_fx.copying import copy_model
 from amct_fx.distributed import RangeMerger, RangeMergeRule
 from amct_fx.errors import ModelError
-from amct_fx.graph import (
-    FixedMinRule,
-    capture,
-)
+from amct_fx.graph import FixedMinRule, capture, lift_functional_layers
 from amct_fx.insertion import WeightQuantizers, quantize_island_layer, quantize_region
 from amct_fx.nn.fused import disable_fused_paths
 from amct_fx.qconfig import calibration_forwards, qconfig_for_layer, qconfig_mapping_from_resolution
@@ -49,6 +47,7 @@ def prepare_qat_amct(
     linear_channel_wise: bool = False,
     strict: bool = False,
     reused: Reuse = "float",
+    functional: bool = False,
     range_merge: RangeMergeRule = "mean",
     dialect: str = "auto",
     name_map: Mapping[str, str] | None = None,
@@ -74,6 +73,8 @@ def prepare_qat_amct(
             share a weight: ``"float"`` leaves them float as AMCT, ``"quantize"`` gives them one
             weight quantizer and one input quantizer for all calls.
         strict: Raise instead of leaving parts that cannot be traced as they are.
+        functional: Also quantize ``F.conv*`` and ``F.linear`` on parameters of the model, in traced
+            parts; each is addressed by the name of its node in the graph.
         range_merge: How the ranks of a distributed training join the ranges they calibrated:
             ``"mean"``, or ``"max"`` for the widest.
         dialect: ``"mindspore"`` refuses what AMCT for MindSpore has no field for; ``"auto"`` reads
@@ -105,16 +106,23 @@ def prepare_qat_amct(
         config = load_config(cfg, dialect=dialect, name_map=name_map)
         check_supported(config)
     prepared = model if inplace else copy_model(model)
-    captured = capture(prepared, is_layer, example_inputs=example_inputs, strict=strict)
-    facts, others = model_facts(prepared, captured, reused), other_weights(prepared)
-    if config is not None:
-        resolution = resolve(
-            config, facts, linear_channel_wise=linear_channel_wise, dialect=dialect
-        )
-        cfg = qconfig_mapping_from_resolution(resolution, prepared)
-    assert isinstance(cfg, QConfigMapping)
-    qconfigs = _qconfigs_by_layer(prepared, facts, cfg)
-    check_finite_weights(prepared, qconfigs)
+    captured = capture(
+        prepared, is_layer, example_inputs=example_inputs, strict=strict, functional=functional
+    )
+    with ExitStack() as undo:
+        for region in captured.regions if functional else ():
+            for name in lift_functional_layers(region):
+                undo.callback(delattr, region.module, name)
+        facts, others = model_facts(prepared, captured, reused), other_weights(prepared)
+        if config is not None:
+            resolution = resolve(
+                config, facts, linear_channel_wise=linear_channel_wise, dialect=dialect
+            )
+            cfg = qconfig_mapping_from_resolution(resolution, prepared)
+        assert isinstance(cfg, QConfigMapping)
+        qconfigs = _qconfigs_by_layer(prepared, facts, cfg)
+        check_finite_weights(prepared, qconfigs)
+        undo.pop_all()
 
     weights = WeightQuantizers()
     for region in captured.regions:
@@ -128,6 +136,7 @@ def prepare_qat_amct(
         "fixed_min_rule": fixed_min_rule,
         "linear_channel_wise": linear_channel_wise,
         "reused": reused,
+        "functional": functional,
         "range_merge": range_merge,
     }
     preparation = Preparation.of(facts, others, qconfigs, captured, Recipe(config, options))

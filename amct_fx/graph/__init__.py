@@ -11,6 +11,7 @@ from amct_fx.graph.facts import (
     module_of,
     tensor_version,
 )
+from amct_fx.graph.lift import lift_functional_layers
 from amct_fx.graph.region import GraphForward, fx_graph_of, install_graph, regions
 from amct_fx.graph.tracer import Capture, Island, Region, capture
 
@@ -29,6 +30,7 @@ __all__ = [
     "is_nonnegative_input",
     "layer_calls",
     "layer_input",
+    "lift_functional_layers",
     "module_of",
     "regions",
     "tensor_version",

@@ -80,6 +80,7 @@ def capture(
     *,
     example_inputs: Any = None,
     strict: bool = False,
+    functional: bool = False,
 ) -> Capture:
     """Trace ``model`` as far as it can be traced.
 
@@ -90,6 +91,7 @@ def capture(
         example_inputs: A tensor or a tuple of arguments. When given and the whole model was traced,
             its graph must compute on them what the model computes, or the model becomes an island.
         strict: Refuse islands.
+        functional: Also trace parts that hold no layer but weight matrices of their own.
 
     Returns:
         The regions, islands and single layers, in ``named_modules()`` order.
@@ -97,13 +99,20 @@ def capture(
     Raises:
         ModelError: With ``strict``, if some part cannot be traced; lists the reasons.
     """
-    found = Capture()
-    _capture(model, "", is_layer, found, set())
+
+    def is_wanted(module: nn.Module) -> bool:
+        return is_layer(module) or (functional and _owns_matrix(module))
+
+    walk = _Walk(is_layer, is_wanted)
+    walk.visit(model, "")
+    found = walk.found
     whole = bool(found.regions) and found.regions[0].module is model
     if whole and example_inputs is not None and not _same_outputs(found.regions[0], example_inputs):
         reason = "its traced graph computes something else on example_inputs"
-        found = Capture(islands=[Island("", type(model).__name__, reason)])
-        _capture_children(model, "", is_layer, found, {id(model)})
+        walk = _Walk(is_layer, is_wanted)
+        found = walk.found
+        found.islands.append(Island("", type(model).__name__, reason))
+        walk.visit_children(model, "")
     blocking = [str(island) for island in found.islands if island.holds_layers]
     if strict and blocking:
         message = "strict=True, but these parts cannot be traced:\n  " + "\n  ".join(blocking)
@@ -139,47 +148,52 @@ def _equal(a: Any, b: Any) -> bool:
     )
 
 
-def _capture(
-    module: nn.Module,
-    name: str,
-    is_layer: Callable[[nn.Module], bool],
-    found: Capture,
-    seen: set[int],
-) -> None:
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    if is_layer(module):
-        found.island_leaves.append(name)
-        return
-    if not any(is_layer(child) for child in module.modules()):
-        return
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        _capture_children(module, name, is_layer, found, seen)
-        return
-    tracer = IslandTracer(is_layer)
-    island = tracer.trace_or_explain(module, name)
-    if island is not None:
-        found.islands.append(island)
-        _capture_children(module, name, is_layer, found, seen)
-        return
-    region = Region(name, module, tracer.graph)
-    found.regions.append(region)
-    for path, inner in tracer.islands.items():
-        holds_layers = any(is_layer(part) for part in module.get_submodule(path).modules())
-        found.islands.append(inner.named(region.full_name(path), holds_layers=holds_layers))
-        _capture_children(module.get_submodule(path), region.full_name(path), is_layer, found, seen)
+class _Walk:
+    """Visits a model from its root and decides what becomes a region and what an island."""
+
+    def __init__(
+        self, is_layer: Callable[[nn.Module], bool], is_wanted: Callable[[nn.Module], bool]
+    ) -> None:
+        self.found = Capture()
+        self._is_layer = is_layer
+        self._is_wanted = is_wanted
+        self._seen: set[nn.Module] = set()
+
+    def visit(self, module: nn.Module, name: str) -> None:
+        """Trace ``module``, or visit its children when it becomes an island."""
+        if module in self._seen:
+            return
+        self._seen.add(module)
+        if self._is_layer(module):
+            self.found.island_leaves.append(name)
+            return
+        if not any(self._is_wanted(part) for part in module.modules()):
+            return
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            self.visit_children(module, name)
+            return
+        tracer = IslandTracer(self._is_layer)
+        island = tracer.trace_or_explain(module, name)
+        if island is not None:
+            self.found.islands.append(island)
+            self.visit_children(module, name)
+            return
+        region = Region(name, module, tracer.graph)
+        self.found.regions.append(region)
+        for path, refusal in tracer.islands.items():
+            inner, inner_name = module.get_submodule(path), region.full_name(path)
+            holds_layers = any(self._is_layer(part) for part in inner.modules())
+            self.found.islands.append(refusal.named(inner_name, holds_layers=holds_layers))
+            self.visit_children(inner, inner_name)
+
+    def visit_children(self, module: nn.Module, name: str) -> None:
+        """Visit the direct children of an island."""
+        for child_name, child in module.named_children():
+            self.visit(child, f"{name}.{child_name}" if name else child_name)
 
 
-def _capture_children(
-    module: nn.Module,
-    name: str,
-    is_layer: Callable[[nn.Module], bool],
-    found: Capture,
-    seen: set[int],
-) -> None:
-    for child_name, child in module.named_children():
-        _capture(child, f"{name}.{child_name}" if name else child_name, is_layer, found, seen)
+def _owns_matrix(module: nn.Module) -> bool:
+    return any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
 
 
 @dataclass(frozen=True)
