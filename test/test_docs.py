@@ -34,7 +34,7 @@ def train(model: nn.Module) -> None:
 
 def make_model(page: str) -> nn.Module:
     """Return the model that the page starts from."""
-    if page != "docs/deployment.md":
+    if page not in ("docs/deployment.md", "docs/training.md"):
         return DigitsNet()
     prepared = amct_fx.prepare_qat_amct(DigitsNet(), CONFIG)
     train(prepared)
@@ -50,7 +50,10 @@ def test_the_python_of_the_page_runs(
     names = {
         "model": make_model(page),
         "train": train,
+        "train_one_epoch": train,
         "example_inputs": (torch.rand(2, 1, 8, 8),),
+        "float_model": DigitsNet(),
+        "torch": torch,
     }
     for block in blocks(page, "python"):
         exec(compile(block, page, "exec"), names)
