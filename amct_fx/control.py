@@ -161,7 +161,7 @@ def _for_each(
 ) -> list[str]:
     matching = [item for item in _quantizers(model) if fnmatchcase(item[0], pattern)]
     if not matching:
-        names = [name for name, _ in _quantizers(model)]
+        names = list(dict.fromkeys(name for name, _ in _quantizers(model)))
         close = did_you_mean(pattern, names)
         message = f"no quantized layer matches {pattern!r}{close}" if names else _NOT_PREPARED
         raise ModelStateError(message)
