@@ -53,7 +53,6 @@ def test_the_python_of_the_page_runs(
         "train_one_epoch": train,
         "example_inputs": (torch.rand(2, 1, 8, 8),),
         "float_model": DigitsNet(),
-        "torch": torch,
     }
     for block in blocks(page, "python"):
         exec(compile(block, page, "exec"), names)
