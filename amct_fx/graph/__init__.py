@@ -1,5 +1,6 @@
 """Graphs of models: tracing with islands, facts, and modules that run a graph."""
 
+from amct_fx.graph.capture import Capture, Island, Region, capture
 from amct_fx.graph.facts import (
     FixedMinRule,
     batch_norm_after,
@@ -13,7 +14,6 @@ from amct_fx.graph.facts import (
 )
 from amct_fx.graph.lift import lift_functional_layers
 from amct_fx.graph.region import GraphForward, fx_graph_of, install_graph, regions
-from amct_fx.graph.tracer import Capture, Island, Region, capture
 
 __all__ = [
     "Capture",

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 if TYPE_CHECKING:
-    from amct_fx.graph.tracer import Region
+    from amct_fx.graph.capture import Region
 
 __all__ = ["lift_functional_layers"]
 

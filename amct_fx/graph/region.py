@@ -16,9 +16,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from amct_fx.graph.guards import Unregistered
 from amct_fx.graph.serialize import GraphRecord, graph_from_record, graph_to_record
 
 __all__ = ["GraphForward", "fx_graph_of", "install_graph", "regions"]
+
+
+_GENERATED = ("_fx_graph", "_original_class")
 
 
 class GraphForward(nn.Module):
@@ -29,8 +33,8 @@ class GraphForward(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Copy and pickle through the user's class: the generated class has no importable name."""
-        state = {key: value for key, value in self.__dict__.items() if key != "_fx_graph"}
-        del state["_original_class"]
+        own = self._original_class.__getstate__(self) if _has_getstate(self) else self.__dict__
+        state = {key: value for key, value in own.items() if key not in _GENERATED}
         record = graph_to_record(self._fx_graph)
         return _rebuild, (self._original_class, record), state
 
@@ -88,7 +92,7 @@ def _graph_class(original: type[nn.Module], forward: Any) -> type[nn.Module]:
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
     }
-    return type(original.__name__, (GraphForward, original), namespace)
+    return type(original.__name__, (Unregistered, GraphForward, original), namespace)
 
 
 def _without_graph(module: nn.Module) -> nn.Module:
@@ -100,6 +104,12 @@ def _without_graph(module: nn.Module) -> nn.Module:
         if key not in bare.__dict__ and isinstance(value, torch.Tensor):
             bare.__dict__[key] = value
     return bare
+
+
+def _has_getstate(module: GraphForward) -> bool:
+    """Say whether the user's class decides itself what a copy or a pickle holds."""
+    own = getattr(module._original_class, "__getstate__", None)
+    return own is not None and own is not getattr(object, "__getstate__", None)
 
 
 def _rebuild(original: type[nn.Module], record: GraphRecord) -> nn.Module:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, fx, nn
 
-    from amct_fx.graph.tracer import Island
+    from amct_fx.graph.capture import Island
 
 __all__ = ["Summary", "SummaryRow", "summarize"]
 

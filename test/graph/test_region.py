@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import threading
+from typing import ClassVar
 
 import pytest
 import torch
@@ -120,3 +122,39 @@ def test_torch_compile_takes_it_whole(x):
     model = traced()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert torch.allclose(compiled(x)["y"], model(x)["y"])
+
+
+class Registered(nn.Module):
+    """Keeps a registry of its subclasses and decides what a pickle holds."""
+
+    registry: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Registered.registry[cls.__name__] = cls
+
+    def __getstate__(self) -> dict[str, object]:
+        state = dict(self.__dict__)
+        state["lock"] = None
+        return state
+
+
+class InRegistry(Registered):
+    """One of them, with an attribute that cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+        self.conv = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)
+
+
+def test_generated_classes_do_not_enter_the_users_registry(x):
+    model = InRegistry()
+    for region in capture(model, lambda m: type(m) is nn.Conv2d).regions:
+        install_graph(region.module, region.graph)
+    assert Registered.registry == {"InRegistry": InRegistry}
+    clone = copy.deepcopy(model)
+    assert clone.lock is None
+    assert torch.equal(clone(x), model(x))

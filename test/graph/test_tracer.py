@@ -201,20 +201,20 @@ def test_strict_accepts_islands_without_layers():
     assert capture(Around(Noise()), is_layer, strict=True).regions
 
 
-class TakesTensorOrList(nn.Module):
-    """An isinstance test that a proxy answers differently from a tensor."""
+class ComparesTypes(nn.Module):
+    """A question that a proxy answers differently from a tensor, and that nothing can notice."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x) if isinstance(x, Tensor) else self.fc(x) + 1
+        return self.fc(x) if type(x) is Tensor else self.fc(x) + 1
 
 
 def test_example_inputs_reveal_what_tracing_would_have_frozen():
-    assert not capture(TakesTensorOrList(), is_layer).islands
-    captured = capture(TakesTensorOrList(), is_layer, example_inputs=torch.randn(2, 4))
+    assert not capture(ComparesTypes(), is_layer).islands
+    captured = capture(ComparesTypes(), is_layer, example_inputs=torch.randn(2, 4))
     (island,) = captured.islands
     assert "example_inputs" in island.reason
     assert captured.island_leaves == ["fc"]

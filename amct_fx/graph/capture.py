@@ -1,0 +1,202 @@
+"""Tracing a whole model: regions, and islands for what cannot be traced.
+
+An *island* is a module that stays the Python module it was. Its children are traced on their own,
+down to single layers, so every model can be prepared. A *region* is a module whose forward was
+traced. Source: design.md, "How prepare works", step 2.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_flatten
+
+from amct_fx.errors import ModelError
+from amct_fx.graph.tracer import IslandTracer, Refusal
+
+__all__ = ["Capture", "Island", "Region", "capture"]
+
+
+@dataclass(frozen=True)
+class Island:
+    """A module that runs its own Python code because tracing it would change what it does.
+
+    ``holds_layers`` is ``False`` for parts such as stochastic depth, where nothing is lost.
+    """
+
+    name: str
+    type_name: str
+    reason: str
+    source: str | None = None
+    holds_layers: bool = True
+
+    def __str__(self) -> str:
+        """Return ``name (Type): reason [file:line]``."""
+        place = f" [{self.source}]" if self.source else ""
+        return f"{self.name or '<model>'} ({self.type_name}): {self.reason}{place}"
+
+
+@dataclass
+class Region:
+    """A traced module: its dotted name in the model, the module, and its graph."""
+
+    name: str
+    module: nn.Module
+    graph: fx.Graph
+
+    def full_name(self, target: str) -> str:
+        """Return the name in the model of ``target``, which is relative to the region."""
+        return f"{self.name}.{target}" if self.name else target
+
+    def local_name(self, name: str) -> str:
+        """Return what :meth:`full_name` made ``name`` from."""
+        return name.removeprefix(f"{self.name}.") if self.name else name
+
+
+@dataclass
+class Capture:
+    """Everything tracing found: regions, islands, and leaves that islands call themselves."""
+
+    regions: list[Region] = field(default_factory=list)
+    islands: list[Island] = field(default_factory=list)
+    island_leaves: list[str] = field(default_factory=list)
+
+
+def capture(
+    model: nn.Module,
+    is_layer: Callable[[nn.Module], bool],
+    *,
+    example_inputs: Any = None,
+    strict: bool = False,
+    functional: bool = False,
+) -> Capture:
+    """Trace ``model`` as far as it can be traced.
+
+    Args:
+        model: The model, in any mode; it is the same afterwards.
+        is_layer: Says which modules are layers of interest: they are never traced into, and parts
+            of the model without any of them are left alone.
+        example_inputs: A tensor or a tuple of arguments. When given and the whole model was traced,
+            its graph must compute on them what the model computes, or the model becomes an island.
+        strict: Refuse islands.
+        functional: Also trace parts that hold no layer but weight matrices of their own.
+
+    Returns:
+        The regions, islands and single layers, in ``named_modules()`` order.
+
+    Raises:
+        ModelError: With ``strict``, if some part cannot be traced; lists the reasons.
+    """
+
+    def is_wanted(module: nn.Module) -> bool:
+        return is_layer(module) or (functional and _owns_matrix(module))
+
+    walk = _Walk(is_layer, is_wanted)
+    walk.visit(model, "")
+    found = walk.found
+    whole = bool(found.regions) and found.regions[0].module is model
+    if whole and example_inputs is not None and not _same_outputs(found.regions[0], example_inputs):
+        reason = "its traced graph computes something else on example_inputs"
+        walk = _Walk(is_layer, is_wanted)
+        found = walk.found
+        found.islands.append(Island("", type(model).__name__, reason))
+        walk.visit_children(model, "")
+    blocking = [str(island) for island in found.islands if island.holds_layers]
+    if strict and blocking:
+        message = "strict=True, but these parts cannot be traced:\n  " + "\n  ".join(blocking)
+        raise ModelError(message)
+    return found
+
+
+def _same_outputs(region: Region, example_inputs: Any) -> bool:
+    """Compare the graph with the module in eval mode; random state and modes are restored."""
+    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    model = region.module
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            expected = model(*copy.deepcopy(inputs))
+            traced = fx.GraphModule(model, copy.deepcopy(region.graph))
+            actual = traced(*copy.deepcopy(inputs))
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return _equal(expected, actual)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Compare two results of any structure; what cannot be compared is taken to be equal."""
+    left, left_spec = tree_flatten(a)
+    right, right_spec = tree_flatten(b)
+    return left_spec == right_spec and all(map(_equal_leaf, left, right))
+
+
+def _equal_leaf(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        return both and torch.allclose(a, b, equal_nan=True)
+    if type(a) is not type(b):
+        return False
+    if is_dataclass(a) or hasattr(a, "__dict__"):
+        return _equal(vars(a), vars(b))
+    try:
+        return bool(a == b)
+    except Exception:  # the objects are the user's
+        return True
+
+
+class _Walk:
+    """Visits a model from its root and decides what becomes a region and what an island."""
+
+    def __init__(
+        self, is_layer: Callable[[nn.Module], bool], is_wanted: Callable[[nn.Module], bool]
+    ) -> None:
+        self.found = Capture()
+        self._is_layer = is_layer
+        self._is_wanted = is_wanted
+        self._seen: set[nn.Module] = set()
+
+    def visit(self, module: nn.Module, name: str) -> None:
+        """Trace ``module``, or visit its children when it becomes an island."""
+        if module in self._seen:
+            return
+        self._seen.add(module)
+        if self._is_layer(module):
+            self.found.island_leaves.append(name)
+            return
+        if not any(self._is_wanted(part) for part in module.modules()):
+            return
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            self.visit_children(module, name)
+            return
+        tracer = IslandTracer(self._is_layer)
+        refusal = tracer.trace_or_explain(module)
+        if refusal is not None:
+            self._add_island(module, name, refusal)
+            return
+        region = Region(name, module, tracer.graph)
+        self.found.regions.append(region)
+        for path, refusal in tracer.islands.items():
+            self._add_island(module.get_submodule(path), region.full_name(path), refusal)
+
+    def _add_island(self, module: nn.Module, name: str, refusal: Refusal) -> None:
+        holds_layers = any(self._is_layer(part) for part in module.modules())
+        self.found.islands.append(
+            Island(name, refusal.type_name, refusal.reason, refusal.source, holds_layers)
+        )
+        self.visit_children(module, name)
+
+    def visit_children(self, module: nn.Module, name: str) -> None:
+        """Visit the direct children of an island."""
+        for child_name, child in module.named_children():
+            self.visit(child, f"{name}.{child_name}" if name else child_name)
+
+
+def _owns_matrix(module: nn.Module) -> bool:
+    return any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))

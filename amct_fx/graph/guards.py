@@ -1,0 +1,293 @@
+"""What tracing would change without a word, turned into an error that makes an island.
+
+An fx graph records operations on proxies and nothing else. These guards notice the rest: code
+under ``no_grad`` or autocast, random numbers that do not depend on a proxy, attributes that forward
+writes, questions about the type of a proxy, and the training flag.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+from torch.fx.proxy import TraceError
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+__all__ = [
+    "TORCH_DIRECTORY",
+    "GuardedProxy",
+    "State",
+    "Unregistered",
+    "modes",
+    "original_class",
+    "refuse_special_calls",
+    "refuse_unread_questions",
+    "restored_random_state",
+    "traced_training_flags",
+    "unusual_modes",
+]
+
+TORCH_DIRECTORY = str(Path(torch.__file__).parent)
+_QUESTIONS = ("training", "dtype", "device", "requires_grad", "is_cuda", "layout")
+_SPECIAL = {
+    "apply": os.path.join("torch", "autograd", "function.py"),  # noqa: PTH118  the end of a path
+    "checkpoint": os.path.join("torch", "utils", "checkpoint.py"),  # noqa: PTH118
+}
+_SPECIAL_NAMES = {"apply": "an autograd.Function", "checkpoint": "torch.utils.checkpoint"}
+_TRACE_FILE = fx.Tracer.trace.__code__.co_filename
+_CONSTANT = "_tensor_constant"
+"""Prefix of the attributes under which fx keeps constant tensors at the root."""
+
+
+class GuardedProxy(fx.Proxy):
+    """A proxy that refuses to say of which class it is: the answer would choose a branch for ever.
+
+    torch itself may ask; it takes proxies for what they are.
+    """
+
+    def __getattr__(self, k: str) -> Any:
+        """Record the questions that may be compared by identity at once; fx would wait for a use."""
+        if k in _QUESTIONS:
+            return self.tracer.create_proxy("call_function", getattr, (self, k), {})
+        return super().__getattr__(k)
+
+    def _class_for_outsiders(self) -> type:
+        """Refuse ``isinstance(value, …)`` in code outside torch."""
+        code = sys._getframe(1).f_code
+        if code.co_name == "is_tensor" or not code.co_filename.startswith(TORCH_DIRECTORY):
+            message = "its forward asks for the type of a value"
+            note = getattr(self.tracer, "note_complaint", None)
+            if note is not None:
+                note(message)
+            raise TraceError(message)
+        return GuardedProxy
+
+    __class__: Any = property(_class_for_outsiders)
+
+
+def modes() -> tuple[Any, ...]:
+    """Return the modes that context managers in a forward may change."""
+    autocast = [
+        (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in ("cpu", "cuda")
+    ]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
+
+
+def refuse_special_calls(frame: FrameType | None) -> None:
+    """Raise TraceError under calls whose meaning a graph would lose.
+
+    Args:
+        frame: Where the record of an operation starts; its callers are looked at.
+    """
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in _SPECIAL and code.co_filename.endswith(_SPECIAL[code.co_name]):
+            message = f"its forward calls {_SPECIAL_NAMES[code.co_name]}"
+            raise TraceError(message)
+        if code.co_filename == _TRACE_FILE and code.co_name == "trace":
+            return
+        frame = frame.f_back
+
+
+@contextmanager
+def unusual_modes() -> Iterator[None]:
+    """Trace in modes that no forward asks for, so that every context manager in it shows."""
+    with torch.enable_grad(), torch.autocast("cpu", torch.float16):
+        if torch.cuda.is_available():
+            with torch.autocast("cuda", torch.float16):
+                yield
+        else:
+            yield
+
+
+def refuse_unread_questions(nodes: Iterable[fx.Node]) -> None:
+    """Raise TraceError for attributes that were read and then compared by identity.
+
+    ``self.training is True`` and ``x.dtype is torch.float16`` ask a proxy, which is neither.
+
+    Args:
+        nodes: What a forward recorded.
+    """
+    for node in nodes:
+        asked = node.args[1] if node.target is getattr and len(node.args) > 1 else node.target
+        name = str(asked).rpartition(".")[2]
+        if node.op in ("get_attr", "call_function") and name in _QUESTIONS and not node.users:
+            message = f"its forward compares {name} by identity"
+            raise TraceError(message)
+
+
+class State:
+    """What a forward may change besides its result: attributes of the module, random states.
+
+    Args:
+        module: A module that is about to be traced into.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._attributes = _attributes(module)
+        self._random = _random_states()
+
+    def check(self) -> None:
+        """Raise TraceError if the forward changed anything."""
+        now = _attributes(self.module)
+        changed = {name for name in now if not _same(now[name], self._attributes.get(name))}
+        changed |= self._attributes.keys() - now.keys()
+        changed |= {name for name, (value, _) in now.items() if _holds_proxy(value)}
+        if changed:
+            message = f"its forward sets self.{min(changed)}"
+            raise TraceError(message)
+        if not _same_random_states(_random_states(), self._random):
+            message = "its forward draws random numbers that do not depend on its inputs"
+            raise TraceError(message)
+
+    def restore(self) -> None:
+        """Undo what the forward set."""
+        for name in set(vars(self.module)) - self._attributes.keys():
+            del self.module.__dict__[name]
+        for name, (value, content) in self._attributes.items():
+            self.module.__dict__[name] = value
+            if isinstance(content, dict):
+                value.clear()
+                value.update(content)
+            elif isinstance(content, list):
+                value[:] = content
+        _set_random_states(self._random)
+
+
+@contextmanager
+def restored_random_state() -> Iterator[None]:
+    """Leave the random states as they were."""
+    before = _random_states()
+    try:
+        yield
+    finally:
+        _set_random_states(before)
+
+
+def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Return each attribute with a shallow copy of its content."""
+    return {
+        name: (value, value.copy() if isinstance(value, (dict, list)) else None)
+        for name, value in vars(module).items()
+        if not name.startswith(_CONSTANT)
+    }
+
+
+def _holds_proxy(value: Any, depth: int = 4) -> bool:
+    """Look for proxies in containers and plain objects that hang on an attribute."""
+    if isinstance(value, fx.Proxy):
+        return True
+    if depth == 0 or isinstance(value, (nn.Module, torch.Tensor, type)):
+        return False
+    if isinstance(value, dict):
+        return any(_holds_proxy(item, depth - 1) for item in value.values())
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return any(_holds_proxy(item, depth - 1) for item in value)
+    return any(_holds_proxy(item, depth - 1) for item in getattr(value, "__dict__", {}).values())
+
+
+def _same(now: tuple[Any, Any], before: tuple[Any, Any] | None) -> bool:
+    if before is None or now[0] is not before[0]:
+        return False
+    left, right = now[1], before[1]
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(left[key] is right[key] for key in left)
+    if isinstance(left, list):
+        return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
+    return True
+
+
+def _random_states() -> tuple[Any, Any, Any]:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def _set_random_states(states: tuple[Any, Any, Any]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+
+
+def _same_random_states(a: tuple[Any, Any, Any], b: tuple[Any, Any, Any]) -> bool:
+    numpy = a[2][2] == b[2][2] and bool((a[2][1] == b[2][1]).all())
+    return bool(torch.equal(a[0], b[0])) and a[1] == b[1] and numpy
+
+
+class _TracedTraining:
+    """Stands in for ``module.training`` while the module is traced into.
+
+    A forward that hands the flag on, as in ``F.dropout(x, training=self.training)``, records a node
+    that reads it at every call; one that branches on it cannot be traced and becomes an island.
+    Either way today's mode is not frozen into the graph.
+    """
+
+    def __init__(self, tracer: fx.Tracer) -> None:
+        self.tracer = tracer
+
+    def __get__(self, module: nn.Module, owner: type) -> Any:
+        path = self.tracer.path_of_module(module)
+        target = f"{path}.training" if path else "training"
+        return self.tracer.create_proxy("get_attr", target, (), {})
+
+    def __set__(self, module: nn.Module, value: bool) -> None:
+        message = "its forward changes self.training"
+        raise TraceError(message)
+
+
+@contextmanager
+def traced_training_flags(
+    root: nn.Module, tracer: fx.Tracer, is_opaque: Callable[[nn.Module], bool]
+) -> Iterator[None]:
+    """Let every module that will be traced into read its ``training`` flag through the graph.
+
+    The flags of opaque modules are hidden instead: a forward that asks a child for its mode fails
+    to trace and becomes an island.
+
+    Args:
+        root: The module to trace.
+        tracer: Records the reads.
+        is_opaque: Says which modules are recorded as one call.
+    """
+    opaque = {module for module in root.modules() if is_opaque(module)}
+    classes = {module: type(module) for module in root.modules() if module not in opaque}
+    flag = {"training": _TracedTraining(tracer)}
+    watched = {cls: _subclass(cls, flag) for cls in set(classes.values())}
+    hidden = {module: module.__dict__.pop("training") for module in opaque}
+    try:
+        for module, cls in classes.items():
+            module.__class__ = watched[cls]
+        yield
+    finally:
+        for module, cls in classes.items():
+            module.__class__ = cls
+        for module, mode in hidden.items():
+            module.__dict__["training"] = mode
+
+
+def original_class(cls: type) -> type:
+    """Return the user's class of a class that :func:`traced_training_flags` made."""
+    return cls.__mro__[2] if isinstance(vars(cls).get("training"), _TracedTraining) else cls
+
+
+class Unregistered:
+    """First base of generated classes: keeps the user's ``__init_subclass__`` from seeing them."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Do nothing, and do not pass it on."""
+
+
+def _subclass(cls: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]:
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (Unregistered, cls), {**names, **members})

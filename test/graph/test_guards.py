@@ -1,0 +1,261 @@
+"""What tracing would change without a word becomes an island, and the model computes the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from amct_fx.graph import capture, install_graph
+
+
+def is_layer(module: nn.Module) -> bool:
+    return type(module) is nn.Linear
+
+
+class Holder:
+    """A plain object."""
+
+    kept: object = None
+
+
+class Inner(nn.Module):
+    """Runs ``body(self, x)``."""
+
+    def __init__(self, body: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body = body
+        self.fc = nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.5)
+        self.calls = 0
+        self.history: list[Tensor] = []
+        self.holder = Holder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+class Outer(nn.Module):
+    """Calls the inner module between two layers."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.inner = inner
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(self.first(x)))
+
+
+def without_gradients(module: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        x = module.fc(x)
+    return x + 1
+
+
+def without_autocast(module: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return module.fc(x.float())
+
+
+def with_autocast(module: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return module.fc(x).float()
+
+
+def torch_noise(module: nn.Module, x: Tensor) -> Tensor:
+    return module.fc(x) + torch.randn(4)
+
+
+def python_chance(module: nn.Module, x: Tensor) -> Tensor:
+    return module.fc(x) * 2 if random.random() < 0.5 else module.fc(x)
+
+
+def numpy_chance(module: nn.Module, x: Tensor) -> Tensor:
+    return module.fc(x) * float(np.random.rand())
+
+
+def keeps_a_feature(module: nn.Module, x: Tensor) -> Tensor:
+    module.feature = module.fc(x)
+    return module.feature
+
+
+def counts(module: nn.Module, x: Tensor) -> Tensor:
+    module.calls += 1
+    return module.fc(x)
+
+
+def remembers(module: nn.Module, x: Tensor) -> Tensor:
+    module.history.append(x)
+    return module.fc(x)
+
+
+def asks_for_the_type(module: nn.Module, x: Tensor) -> Tensor:
+    return module.fc(x) if isinstance(x, Tensor) else module.fc(x[0])
+
+
+def asks_torch_for_the_type(module: nn.Module, x: Tensor) -> Tensor:
+    return module.fc(x) if torch.is_tensor(x) else module.fc(x[0])
+
+
+def asks_a_child_for_its_mode(module: nn.Module, x: Tensor) -> Tensor:
+    return F.dropout(module.fc(x), 0.5, training=module.drop.training)
+
+
+def changes_its_mode(module: nn.Module, x: Tensor) -> Tensor:
+    module.training = False
+    return module.fc(x)
+
+
+class Reverse(torch.autograd.Function):
+    """Identity whose gradient is turned around."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return -grad
+
+
+def own_gradient(module: nn.Module, x: Tensor) -> Tensor:
+    return Reverse.apply(module.fc(x))
+
+
+def checkpointed(module: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(module.fc, x, use_reentrant=False)
+
+
+@torch.no_grad()
+def decorated(module: nn.Module, x: Tensor) -> Tensor:
+    return module.fc(x)
+
+
+def catches_errors(module: nn.Module, x: Tensor) -> Tensor:
+    try:
+        return module.fc(x) if x.sum() > 1e9 else module.fc(x) * 2
+    except Exception:
+        return x * 1000
+
+
+def compares_its_mode(module: nn.Module, x: Tensor) -> Tensor:
+    return module.fc(x) * 3 if module.training is True else module.fc(x)
+
+
+def compares_the_dtype(module: nn.Module, x: Tensor) -> Tensor:
+    return module.fc(x) if x.dtype is torch.float32 else x
+
+
+def keeps_a_feature_in_an_object(module: nn.Module, x: Tensor) -> Tensor:
+    module.holder.kept = module.fc(x)
+    return module.holder.kept
+
+
+BODIES = [
+    catches_errors,
+    compares_its_mode,
+    compares_the_dtype,
+    keeps_a_feature_in_an_object,
+    own_gradient,
+    checkpointed,
+    decorated,
+    without_gradients,
+    without_autocast,
+    with_autocast,
+    torch_noise,
+    python_chance,
+    numpy_chance,
+    keeps_a_feature,
+    counts,
+    remembers,
+    asks_for_the_type,
+    asks_torch_for_the_type,
+    asks_a_child_for_its_mode,
+    changes_its_mode,
+]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("at_root", [False, True])
+def test_the_part_becomes_an_island_and_nothing_is_left_behind(body, at_root):
+    inner = Inner(body)
+    model = inner if at_root else Outer(inner)
+    before = dict(vars(inner))
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    captured = capture(model, is_layer)
+    assert [island.name for island in captured.islands] == ["" if at_root else "inner"]
+    assert vars(inner) == before
+    assert inner.history == []
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert random.getstate() == states[1]
+    assert (np.random.get_state()[1] == states[2]).all()
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_the_traced_model_computes_what_the_original_does(body):
+    torch.manual_seed(0)
+    original = Outer(Inner(body))
+    torch.manual_seed(0)
+    traced = Outer(Inner(body))
+    for region in capture(traced, is_layer).regions:
+        install_graph(region.module, region.graph)
+    x = torch.randn(3, 4)
+    for _ in range(2):
+        results = []
+        for model in (original, traced):
+            torch.manual_seed(1)
+            random.seed(1)
+            np.random.seed(1)
+            y = model(x)
+            y.sum().backward()
+            results.append((y, model.first.weight.grad))
+        for a, b in zip(*results, strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
+
+
+class Branch(nn.Module):
+    """Reads a parameter that its parent owns, then fails to be traced."""
+
+    def __init__(self, gain: nn.Parameter) -> None:
+        super().__init__()
+        self.gain = gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.gain
+        return y if x.sum() > 0 else -y
+
+
+class SharedGain(nn.Module):
+    """Reads the parameter again after the failed attempt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(4))
+        self.fc = nn.Linear(4, 4)
+        self.branch = Branch(self.gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.branch(self.fc(x)) * self.gain
+
+
+def test_a_parameter_read_by_a_failed_attempt_can_be_read_again():
+    model = SharedGain()
+    x = torch.randn(3, 4)
+    expected = model(x)
+    for region in capture(model, is_layer).regions:
+        install_graph(region.module, region.graph)
+    assert torch.equal(model(x), expected)
+
+
+def test_tracing_under_no_grad_is_no_reason_for_an_island():
+    with torch.no_grad():
+        captured = capture(Outer(nn.Sequential(nn.Linear(4, 4))), is_layer)
+    assert not captured.islands
