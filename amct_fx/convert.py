@@ -98,7 +98,7 @@ def _convert_region(region: GraphForward, name: str) -> None:
         if isinstance(module, FakeQuantizeBase)
     }
     for layer, nodes in calls.items():
-        if not isinstance(layer, QATLayer):
+        if not isinstance(layer, QATLayer) or layer.quantizes_input:
             continue
         label = f"{name}.{nodes[0].target}" if name else str(nodes[0].target)
         source = layer_input(nodes[0])

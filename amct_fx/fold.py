@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from amct_fx.errors import AmctWarning
 from amct_fx.graph import batch_norm_after, module_of
+from amct_fx.nn.become import has_hooks
 from amct_fx.nn.integer import BatchNormAffine, batch_norm_affine
 
 __all__ = ["foldable_batch_norm"]
@@ -31,13 +32,16 @@ def foldable_batch_norm(
 
     Returns:
         The arithmetic and the nodes of the batch norm, one for each call; ``None`` and no node
-        behind transposed convolutions and Linear, with other readers of the convolution, when the
+        behind transposed convolutions and Linear, with other readers of the convolution, with hooks
+        on either, when the
         calls have different followers, without running statistics, or when a value is not finite
         (with a warning).
     """
     following = [batch_norm_after(call, region) for call in calls]
     found = [node for node in following if node is not None]
-    foldable = isinstance(module_of(calls[0], region), _FOLDABLE)
+    layer = module_of(calls[0], region)
+    foldable = isinstance(layer, _FOLDABLE) and not has_hooks(layer)
+    foldable = foldable and not any(_is_hooked(node, region) for node in found)
     same = len({module_of(node, region) or node for node in found}) == 1
     if not foldable or not same or len(found) != len(calls):
         return None, []
@@ -49,6 +53,11 @@ def foldable_batch_norm(
         warnings.warn(message, AmctWarning, stacklevel=4)
         return None, []
     return affine, found
+
+
+def _is_hooked(node: fx.Node, region: nn.Module) -> bool:
+    module = module_of(node, region)
+    return module is not None and has_hooks(module)
 
 
 def _affine_of(node: fx.Node, region: nn.Module) -> BatchNormAffine | None:

@@ -20,7 +20,7 @@ from amct_fx.graph import (
     layer_input,
     tensor_version,
 )
-from amct_fx.nn.become import become, float_class_of
+from amct_fx.nn.become import become, changes_its_input, float_class_of
 from amct_fx.nn.geometry import constructor_arguments
 from amct_fx.nn.qat import QATLayer, qat_class_of
 from amct_fx.nn.qat_rnn import RecurrentLayer
@@ -64,6 +64,9 @@ def quantize_region(
     groups: dict[Any, list[_Consumer]] = {}
     for module, name in names.items():
         if name not in qconfigs or module not in calls:
+            continue
+        if changes_its_input(module):
+            quantize_island_layer(module, name, qconfigs[name], weights)
             continue
         nodes = calls[module]
         decide = functools.partial(
@@ -163,6 +166,8 @@ def _insert_quantizer(region: Region, consumers: list[_Consumer]) -> None:
     """Quantize each tensor that ``consumers`` read, once, before its first reader."""
     owner = consumers[0]
     owner.layer.own_input_fake_quant(owner.layer.qconfig.activation, owner.name)
+    for consumer in consumers[1:]:
+        consumer.layer.share_input_quantizer(owner.layer)
     target = f"{region.local_name(owner.name)}.input_fake_quant"
     layers = {call: consumer.layer for consumer in consumers for call in consumer.calls}
     readers: dict[Any, list[fx.Node]] = {}
@@ -176,6 +181,7 @@ def _insert_quantizer(region: Region, consumers: list[_Consumer]) -> None:
             quantized = region.graph.call_module(target, (tensor,))
         for node in nodes:
             _replace_input(node, quantized)
+            node.update_kwarg("quantized", True)
             if layers[node].reads_float_input:
                 node.update_kwarg("float_input", tensor)
 
@@ -191,7 +197,7 @@ def _replace_input(node: fx.Node, tensor: fx.Node) -> None:
 def quantize_island_layer(
     module: nn.Module, name: str, qconfig: QConfig, weights: WeightQuantizers
 ) -> None:
-    """Let a layer that an island calls quantize its own input.
+    """Let a layer always quantize its own input: it is called by an island, or has a pre-hook.
 
     Nothing is known of that input, so an automatic ``fixed_min`` is false.
     """

@@ -1,19 +1,21 @@
-"""Read a configuration file; write one so that a crash never leaves half a file."""
+"""Read a configuration file; write any file so that a crash never leaves half of it."""
 
 from __future__ import annotations
 
 import errno
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from amct_fx.errors import ConfigError, ConfigFileNotFoundError, ConfigTypeError, did_you_mean
 
 if TYPE_CHECKING:
     import re
 
-__all__ = ["MAX_BYTES", "read_source", "read_text", "write_text"]
+__all__ = ["MAX_BYTES", "read_source", "read_text", "replacing", "write_text"]
 
 #: Larger files are refused at once; 4 MiB hold the settings of more than 10,000 layers.
 MAX_BYTES = 4 * 1024 * 1024
@@ -118,16 +120,35 @@ def _similar_files(path: Path) -> str:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file (mode 0640), making missing folders (mode 0750), and replace an old one.
+    """Write a text file as UTF-8, as :func:`replacing` does."""
+    with replacing(path) as file:
+        file.write(text.encode("utf-8"))
 
-    The text goes into a temporary file beside it first, which then takes its name.
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """Yield a binary file that takes the name ``path`` at the end, so that no half file is seen.
+
+    Missing folders are made (mode 0750). The content goes into a temporary file beside ``path``,
+    reaches the disk, and then replaces an old file (mode 0640). After an error the old file is
+    still there, and the temporary one is not.
+
+    Args:
+        path: The file to write.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with replacing(f"{folder}/new/file") as file:
+        ...         _ = file.write(b"content")
+        ...     Path(folder, "new", "file").read_bytes()
+        b'content'
     """
     target = Path(path)
     _make_folder(target.parent)
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=".amct-fx-")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).chmod(_FILE_MODE)

@@ -57,7 +57,7 @@ class GuardedProxy(fx.Proxy):
     """
 
     def __getattr__(self, k: str) -> Any:
-        """Record the questions that may be compared by identity at once; fx would wait for a use."""
+        """Record at once what may be compared by identity; fx would wait for a use."""
         if k in _QUESTIONS:
             return self.tracer.create_proxy("call_function", getattr, (self, k), {})
         return super().__getattr__(k)

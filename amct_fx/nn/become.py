@@ -7,7 +7,13 @@ from typing import TypeVar
 from torch import nn
 from torch.nn.utils import parametrize
 
-__all__ = ["become", "drop_reparametrization", "float_class_of"]
+__all__ = [
+    "become",
+    "changes_its_input",
+    "drop_reparametrization",
+    "float_class_of",
+    "has_hooks",
+]
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -60,6 +66,20 @@ def drop_reparametrization(module: nn.Module) -> None:
         if type(hook).__name__ == "WeightNorm":
             hook.remove(module)  # type: ignore[attr-defined]
             del module._forward_pre_hooks[key]
+
+
+def changes_its_input(module: nn.Module) -> bool:
+    """Say whether a forward pre-hook stands between a caller and the operator of a layer.
+
+    The hook of the old ``weight_norm`` only computes the weight.
+    """
+    hooks = module._forward_pre_hooks.values()
+    return any(type(hook).__name__ != "WeightNorm" for hook in hooks)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Say whether anything may look at, or change, what goes in and out of a module."""
+    return changes_its_input(module) or bool(module._forward_hooks)
 
 
 def _parametrized(module: nn.Module, cls: type[nn.Module]) -> type[nn.Module]:

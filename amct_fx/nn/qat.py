@@ -4,9 +4,9 @@ Each class is a subclass of its ``torch.nn`` namesake with the same parameters a
 float checkpoint loads by name and code that reads ``layer.weight`` or ``layer.stride`` keeps
 working.
 
-A layer that stands alone calls its own ``input_fake_quant``. In a traced graph the quantizer is a
-node of its own, shared by the consumers of the tensor; then ``quantizes_input`` is ``False`` and
-only the owner has an ``input_fake_quant``.
+A layer quantizes its own input. In a traced graph the quantizer is a node of its own, run once for
+all consumers of the tensor, and the call of the layer says ``quantized=True``. So a layer that is
+called past the graph, from a method of the user's, still computes with a quantized input.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ __all__ = [
 class _ConvNd(QATLayer):
     """Forward of the convolutions."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, *, quantized: bool = False) -> Tensor:
         """Convolve the quantized input ``[N, C_in, *]`` with the fake-quantized weight."""
-        input = self.quantized_input(input)
+        input = self.quantized_input(input, quantized)
         layer: Any = self
         output: Tensor = layer._conv_forward(input, self.quantized_weight(), self.bias)
         return output
@@ -68,9 +68,11 @@ class _ConvTransposeNd(QATLayer):
     spatial_dims: ClassVar[int]
     operator: ClassVar[Any]
 
-    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+    def forward(
+        self, input: Tensor, output_size: list[int] | None = None, *, quantized: bool = False
+    ) -> Tensor:
         """Convolve the quantized input ``[N, C_in, *]`` with the fake-quantized weight."""
-        input = self.quantized_input(input)
+        input = self.quantized_input(input, quantized)
         layer: Any = self
         output_padding = layer._output_padding(
             input,
@@ -115,9 +117,10 @@ class Linear(QATLayer, nn.Linear):
 
     float_class = nn.Linear
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, *, quantized: bool = False) -> Tensor:
         """Multiply the quantized input with the fake-quantized weight."""
-        return F.linear(self.quantized_input(input), self.quantized_weight(), self.bias)
+        input = self.quantized_input(input, quantized)
+        return F.linear(input, self.quantized_weight(), self.bias)
 
 
 _CLASSES: tuple[type[QATLayer], ...] = (

@@ -32,7 +32,9 @@ class QATLayer(nn.Module):
         reads_float_input: Whether ``forward`` also takes the unquantized input, as
             ``float_input``, where the quantizer of the input stands in front of the layer.
         input_fake_quant: Fake-quantizer of the input, on the layer that owns it.
-        quantizes_input: Whether ``forward`` calls ``input_fake_quant`` itself.
+        quantizes_input: Whether the layer always quantizes its input itself, as in an island. Where
+            a graph calls it, a node in front does, and the call says ``quantized=True``; any other
+            call, such as from a method of the user's, still finds the input quantized here.
         qconfig: The ``torch.ao.quantization.QConfig`` the quantizers were made from.
     """
 
@@ -46,6 +48,7 @@ class QATLayer(nn.Module):
     weight_fake_quant: FakeQuantizeBase
     input_fake_quant: FakeQuantizeBase
     quantizes_input: bool
+    _input_owner: tuple[QATLayer, ...]
     qconfig: QConfig
 
     @classmethod
@@ -89,6 +92,7 @@ class QATLayer(nn.Module):
         """Create the weight fake-quantizers; the layer does not quantize its input yet."""
         self.qconfig = qconfig
         self.quantizes_input = False
+        self._input_owner = ()
         for weight, fake_quant in self.weight_quantizers.items():
             made = make_weight_fake_quant(qconfig.weight, self, getattr(self, weight))
             setattr(self, fake_quant, made)
@@ -112,9 +116,19 @@ class QATLayer(nn.Module):
         fake_quant = self.make_activation_fake_quant(constructor, name)
         self.add_module("input_fake_quant", fake_quant)
 
-    def quantized_input(self, input: Tensor) -> Tensor:
+    def share_input_quantizer(self, owner: QATLayer) -> None:
+        """Use the input quantizer of another layer that reads the same tensor."""
+        self._input_owner = (owner,)  # a tuple, so that the owner is no sub-module
+
+    @property
+    def input_quantizer(self) -> FakeQuantizeBase:
+        """The fake-quantizer of the input, of this layer or of the one it shares with."""
+        owner = self._input_owner[0] if self._input_owner else self
+        return owner.input_fake_quant
+
+    def quantized_input(self, input: Tensor, quantized: bool) -> Tensor:
         """Return the tensor the float operator runs on."""
-        return self.input_fake_quant(input) if self.quantizes_input else input
+        return input if quantized else self.input_quantizer(input)
 
     def quantized_weight(self, name: str = "weight") -> Tensor:
         """Return a fake-quantized weight, in the shape and dtype of the parameter ``name``."""
@@ -155,7 +169,7 @@ class QATLayer(nn.Module):
         for key, child in list(self._modules.items()):
             if isinstance(child, FakeQuantizeBase):
                 del self._modules[key]
-        for key in ("qconfig", "quantizes_input"):
+        for key in ("qconfig", "quantizes_input", "_input_owner"):
             delattr(self, key)
         return become(self, self.float_class)
 
@@ -195,5 +209,4 @@ class QATLayer(nn.Module):
     def extra_repr(self) -> str:
         """Add to the float layer's text that the quantizer of the input stands elsewhere."""
         text = super().extra_repr()
-        shares = not self.quantizes_input and "input_fake_quant" not in self._modules
-        return f"{text}, shares the input quantizer of another layer" if shares else text
+        return f"{text}, shares the input quantizer of another layer" if self._input_owner else text

@@ -93,13 +93,19 @@ class RecurrentLayer(QATLayer):
         self.hidden_fake_quant = self.make_activation_fake_quant(constructor, name)
 
     def forward(
-        self, input: Tensor, hx: HiddenState = None, *, float_input: Tensor | None = None
+        self,
+        input: Tensor,
+        hx: HiddenState = None,
+        *,
+        quantized: bool = False,
+        float_input: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
         """Run all steps.
 
         Args:
             input: ``[T, B, I]``, ``[B, T, I]`` with ``batch_first``, or ``[T, I]``.
             hx: Initial state, ``h0`` or ``(h0, c0)``, each ``[1, B, H]`` (``[1, H]``).
+            quantized: Whether ``input`` has passed the quantizer already.
             float_input: ``input`` before its quantizer, where that stands in front of the layer;
                 read while the range of the hidden state is not known.
 
@@ -110,7 +116,8 @@ class RecurrentLayer(QATLayer):
         check_input(layer, input, getattr(self.hidden_fake_quant, "layer_name", ""))
         quantize_hidden = self._hidden_quantizer(input if float_input is None else float_input, hx)
         gates = self._gates(self.quantized_weight(name) for name in self.weight_quantizers)
-        return run_recurrent(layer, self.quantized_input(input), hx, gates, quantize_hidden)
+        input = self.quantized_input(input, quantized)
+        return run_recurrent(layer, input, hx, gates, quantize_hidden)
 
     def convert(
         self, input_quantize: Quantize, batch_norm: BatchNormAffine | None = None, name: str = ""

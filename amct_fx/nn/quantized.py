@@ -43,9 +43,9 @@ class _WeightedLayer(QuantizedLayer):
     )
     bias: Any = property(QuantizedLayer.dequantized_bias, doc="The dequantized bias, or ``None``.")
 
-    def forward(self, input: Tensor, *args: Any) -> Tensor:
+    def forward(self, input: Tensor, *args: Any, quantized: bool = False) -> Tensor:
         """Run the float operator on the dequantized input, weight and bias."""
-        output: Tensor = super().forward(self.quantized_input(input), *args)
+        output: Tensor = super().forward(self.quantized_input(input, quantized), *args)
         return output
 
 

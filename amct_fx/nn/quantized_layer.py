@@ -181,7 +181,8 @@ class QuantizedLayer(nn.Module):
         parts: Prefixes of the buffers of each weight and its bias: ``weight_<part>codes``,
             ``weight_<part>scale``, ``bias_<part>codes``, ``bias_<part>scale``.
         float_parameters: Names of the parameters that the buffers replace.
-        quantizes_input: Whether ``forward`` calls the quantizer of the input itself.
+        quantizes_input: Whether the layer always quantizes its input itself; see
+            :class:`amct_fx.nn.qat.QATLayer`.
         dtype: Floating point type of the operator.
     """
 
@@ -195,6 +196,7 @@ class QuantizedLayer(nn.Module):
     input_quantize: Quantize
     input_dequantize: Dequantize
     quantizes_input: bool
+    _input_owner: tuple[QuantizedLayer, ...]
     dtype: torch.dtype
     _layouts: dict[str, _Layout]
 
@@ -219,9 +221,13 @@ class QuantizedLayer(nn.Module):
         self.input_quantize = quantize
         self.input_dequantize = Dequantize(quantize, self.dtype)
 
-    def quantized_input(self, input: Tensor) -> Tensor:
+    def quantized_input(self, input: Tensor, quantized: bool) -> Tensor:
         """Return the tensor the float operator runs on."""
-        return self.input_dequantize(self.input_quantize(input)) if self.quantizes_input else input
+        if quantized:
+            return input
+        owner = self._input_owner[0] if self._input_owner else self
+        values: Tensor = owner.input_dequantize(owner.input_quantize(input))
+        return values
 
     def dequantized_weight(self, part: str = "") -> Tensor:
         """Return a weight in the layout and dtype of the float one."""

@@ -52,12 +52,15 @@ class _RecurrentLayer(QuantizedLayer):
     def flatten_parameters(self) -> None:
         """Do nothing: there are no float parameters for cuDNN."""
 
-    def forward(self, input: Tensor, hx: HiddenState = None) -> tuple[Tensor, Any]:
+    def forward(
+        self, input: Tensor, hx: HiddenState = None, *, quantized: bool = False
+    ) -> tuple[Tensor, Any]:
         """Run all steps on dequantized tensors.
 
         Args:
             input: ``[T, B, I]``, ``[B, T, I]`` with ``batch_first``, or ``[T, I]``.
             hx: Initial state, ``h0`` or ``(h0, c0)``, each ``[1, B, H]`` (``[1, H]``).
+            quantized: Whether ``input`` has passed the quantizer already.
 
         Returns:
             The output, like ``input`` with H features, and the last state in the form of ``hx``.
@@ -65,7 +68,8 @@ class _RecurrentLayer(QuantizedLayer):
         layer: Any = self
         check_input(layer, input)
         gates = Gates(self.weight_ih_l0, self.weight_hh_l0, self.bias_ih_l0, self.bias_hh_l0)
-        return run_recurrent(layer, self.quantized_input(input), hx, gates, self._quantized_hidden)
+        input = self.quantized_input(input, quantized)
+        return run_recurrent(layer, input, hx, gates, self._quantized_hidden)
 
     def _quantized_hidden(self, h: Tensor) -> Tensor:
         quantized: Tensor = self.hidden_dequantize(self.hidden_quantize(h))
