@@ -426,3 +426,28 @@ def test_islands_without_layers_are_not_worth_a_line():
     assert not summarize(prepared).islands
     prepared(example())
     assert not torch.equal(prepared(example()), prepared.eval()(example()))
+
+
+@pytest.mark.parametrize("network", [Net, Pyramid, NetWithIsland])
+def test_every_layer_reads_its_own_input_on_the_grid_of_its_quantizer(network):
+    """With fake-quant on: within half a step of the float tensor, clipped to the range."""
+    model = network().eval()
+    prepared = prepare_qat_amct(model, reused="quantize")
+    x = example(4)
+    prepared(x)
+    seen: list[tuple[str, Tensor]] = []
+    for name, layer in prepared.named_modules():
+        if isinstance(layer, qat.QATLayer):
+            layer.register_forward_pre_hook(
+                lambda _, args, name=name: seen.append((name, args[0].detach()))
+            )
+    prepared(x)
+    assert seen
+    for name, tensor in seen:
+        quantizer = prepared.get_submodule(name).input_quantizer
+        scale, zero_point = quantizer.calculate_qparams()
+        codes = tensor / scale + zero_point
+        if not prepared.get_submodule(name).quantizes_input:
+            assert (codes - codes.round()).abs().max() < 1e-3, name
+            assert codes.min() >= -128.01
+            assert codes.max() <= 127.01

@@ -53,6 +53,48 @@ _KEEPS_SIGN |= {F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_poo
 _KEEPS_SIGN |= {torch.flatten, torch.mean, torch.amax, torch.reshape, torch.transpose}
 _KEEPS_SIGN |= {torch.permute, torch.squeeze, torch.unsqueeze, "flatten", "mean", "amax"}
 _KEEPS_SIGN |= {"reshape", "view", "transpose", "permute", "squeeze", "unsqueeze", "contiguous"}
+_VIEWS = frozenset(
+    [
+        "view",
+        "view_as",
+        "reshape",
+        "reshape_as",
+        "flatten",
+        "Flatten",
+        "unflatten",
+        "Unflatten",
+        "ravel",
+        "squeeze",
+        "unsqueeze",
+        "transpose",
+        "swapaxes",
+        "swapdims",
+        "permute",
+        "movedim",
+        "moveaxis",
+        "t",
+        "expand",
+        "expand_as",
+        "broadcast_to",
+        "narrow",
+        "select",
+        "chunk",
+        "split",
+        "tensor_split",
+        "unbind",
+        "diagonal",
+        "unfold",
+        "detach",
+        "contiguous",
+        "to",
+        "type",
+        "float",
+        "as_strided",
+        "getitem",
+        "getattr",
+    ]
+)
+"""Names of methods, functions and modules whose result may be a view."""
 _JOINS: set[Any] = {torch.cat, torch.add, operator.add, operator.iadd, "add", "add_", torch.mul}
 _JOINS |= {operator.mul, operator.imul, "mul", "mul_", torch.concat}
 
@@ -94,13 +136,15 @@ def tensor_version(tensor: fx.Node, consumer: fx.Node, root: nn.Module) -> fx.No
     """Return the last node that changed ``tensor`` in place before ``consumer`` reads it.
 
     Two consumers read the same values only if they see the same version; ``None`` means that
-    ``tensor`` is as its producer made it.
+    ``tensor`` is as its producer made it. A change through a view of the same memory counts.
     """
-    last = None
-    for user in tensor.users:
-        if user is not consumer and user < consumer and _mutates(user, tensor, root):
-            last = user if last is None or user > last else last
-    return last
+    changes = [
+        user
+        for alias in _aliases(tensor, root)
+        for user in alias.users
+        if user is not consumer and tensor < user < consumer and _mutates(user, alias, root)
+    ]
+    return max(changes, default=None)
 
 
 def is_nonnegative_input(node: fx.Node, root: nn.Module, rule: FixedMinRule = "relu") -> bool:
@@ -171,12 +215,19 @@ def _sources_nonnegative(node: fx.Node, root: nn.Module, rule: FixedMinRule) -> 
 def _reads_nonnegative(
     source: fx.Node, reader: fx.Node, root: nn.Module, rule: FixedMinRule
 ) -> bool:
-    return _is_nonnegative(tensor_version(source, reader, root) or source, root, rule)
+    change = tensor_version(source, reader, root)
+    if change is None:
+        return _is_nonnegative(source, root, rule)
+    # a change through a view may leave the other values as they were
+    return layer_input(change) is source and _is_nonnegative(change, root, rule)
 
 
 def _operands(node: fx.Node) -> Iterator[fx.Node | int | float]:
     joins = node.target in _JOINS
-    first = node.args[:2] if joins else node.args[:1]
+    concat = node.target in (torch.cat, torch.concat)
+    if joins and not set(node.kwargs) <= ({"dim"} if concat else set()):
+        return  # operands or factors by keyword: nothing is claimed
+    first = node.args[:2] if joins and not concat else node.args[:1]
     for value in first or (node.kwargs.get("input"),):
         if isinstance(value, (list, tuple)):
             yield from (item for item in value if isinstance(item, fx.Node))
@@ -210,6 +261,34 @@ def _is_zero_pad(node: fx.Node) -> bool:
     mode = node.kwargs.get("mode", node.args[2] if len(node.args) > 2 else "constant")
     value = node.kwargs.get("value", node.args[3] if len(node.args) > 3 else 0)
     return mode != "constant" or value is None or (isinstance(value, (int, float)) and value >= 0)
+
+
+def _aliases(tensor: fx.Node, root: nn.Module) -> set[fx.Node]:
+    """Return all nodes that may be views of the memory of ``tensor``, itself included."""
+    base = tensor
+    while _is_view(base, root) and layer_input(base) is not None:
+        base = layer_input(base) or base
+    found: set[fx.Node] = set()
+    waiting = [base]
+    while waiting:
+        node = waiting.pop()
+        if node in found:
+            continue
+        found.add(node)
+        waiting += [
+            user for user in node.users if layer_input(user) is node and _is_view(user, root)
+        ]
+    return found
+
+
+def _is_view(node: fx.Node, root: nn.Module) -> bool:
+    """Say whether the result of ``node`` may share the memory of its first argument."""
+    source = layer_input(node)
+    if source is None:
+        return False
+    kind = _kind(node, root)
+    name = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
+    return kind in _PASS or name in _VIEWS or _mutates(node, source, root)
 
 
 def _mutates(user: fx.Node, tensor: fx.Node, root: nn.Module) -> bool:

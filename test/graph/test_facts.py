@@ -38,6 +38,16 @@ def call_of_layer(model: nn.Module) -> fx.Node:
     return call
 
 
+def lower_through_view(x: Tensor) -> Tensor:
+    x.view(-1).sub_(3)
+    return x
+
+
+def relu_of_a_part(x: Tensor) -> Tensor:
+    x[:, :1].relu_()
+    return x
+
+
 RELUS = {
     "module": Body(lambda m, x: m.act(x), act=nn.ReLU()),
     "module in place": Body(lambda m, x: m.act(x), act=nn.ReLU(inplace=True)),
@@ -81,6 +91,11 @@ NEVER = {
     "clamp below": Body(lambda m, x: x.clamp(min=-1)),
     "pad with a negative value": Body(lambda m, x: F.pad(x.relu(), (1, 1), value=-1.0)),
     "hardtanh": Body(lambda m, x: m.act(x), act=nn.Hardtanh()),
+    "add by keyword": Body(lambda m, x: torch.add(x.relu(), other=x)),
+    "add with a factor": Body(lambda m, x: torch.add(x.relu(), x.relu(), alpha=-2)),
+    "product by keyword": Body(lambda m, x: x.relu().mul(other=x)),
+    "changed through a view": Body(lambda m, x: lower_through_view(x.relu())),
+    "relu of a part only": Body(lambda m, x: relu_of_a_part(x * 1)),
     "subtraction": Body(lambda m, x: x.relu() - x.relu()),
 }
 
@@ -186,3 +201,43 @@ def test_a_functional_batch_norm_on_the_models_own_tensors_is_found():
 
     model = Functional()
     assert batch_norm_after(call_of_layer(model), model).target is F.batch_norm
+
+
+class ThroughView(nn.Module):
+    """Changes the tensor through a view between two readers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(4, 4, 1)
+        self.second = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        y = self.layer(x)
+        x[:, :1].add_(5.0)
+        return y + self.second(x)
+
+
+def test_a_change_through_a_view_makes_a_new_version():
+    model = ThroughView()
+    (region,) = capture(model, lambda m: type(m) is nn.Conv2d).regions
+    calls = layer_calls(region.graph, model)
+    first, second = calls[model.layer][0], calls[model.second][0]
+    assert tensor_version(first.args[0], first, model) is None
+    assert tensor_version(first.args[0], second, model).target == "add_"
+
+
+def test_the_result_of_an_in_place_operation_is_the_tensor_itself():
+    class Twice(ThroughView):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 2
+            z = x.relu_()
+            y = self.layer(z)
+            x.sub_(3)
+            return y + self.second(z)
+
+    model = Twice()
+    (region,) = capture(model, lambda m: type(m) is nn.Conv2d).regions
+    calls = layer_calls(region.graph, model)
+    assert is_nonnegative_input(calls[model.layer][0], model)
+    assert not is_nonnegative_input(calls[model.second][0], model)
