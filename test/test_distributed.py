@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from amct_fx import ModelStateError, convert_amct, prepare_qat_amct
+from amct_fx.distributed import ignore_quantizer_buffers, merge_ranges_across_ranks
 from amct_fx.observers import ULQFakeQuantize
 
 from .networks import Net, example
@@ -30,6 +31,9 @@ pytestmark = [
 
 CLIPS = """retrain_data_quant_config { ulq_quantize {
     clip_max_min { clip_max: 3.0 clip_min: -3.0 } } }"""
+
+
+WEIGHTS = "retrain_weight_quant_config { ulq_retrain { } }"
 
 
 class Plain(nn.Module):
@@ -192,6 +196,115 @@ def test_one_reduction_in_the_whole_training_and_none_in_eval(tmp_path):
     two_ranks(tmp_path, counted_collectives)
 
 
+def equal_everywhere(model: nn.Module) -> bool:
+    first, second = on_every_rank(clips(model))
+    return torch.equal(first, second)
+
+
+def evaluated_by_one_rank_first(rank: int) -> None:
+    torch.manual_seed(0)
+    prepared = prepare_qat_amct(Net(), WEIGHTS)
+    if rank == 0:
+        with torch.no_grad():
+            prepared.eval()(3 * example())
+        prepared.train()
+    parallel = DistributedDataParallel(prepared)
+    for _ in range(2):
+        parallel((rank + 1) * example()).sum().backward()
+        assert equal_everywhere(prepared)
+    convert_amct(prepared)
+
+
+def test_one_rank_may_evaluate_before_the_training(tmp_path):
+    two_ranks(tmp_path, evaluated_by_one_rank_first)
+
+
+def validated_by_one_rank(rank: int) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    local = prepare_qat_amct(copy.deepcopy(model), "batch_num: 2").eval()
+    larger = nn.Sequential(prepare_qat_amct(model, "batch_num: 2"))
+    ignore_quantizer_buffers(larger)
+    parallel = DistributedDataParallel(larger)
+    for step in range(2):
+        x = (rank + 1) * example()
+        parallel(x)
+        local(x)
+        if rank == 0 and step == 0:
+            with torch.no_grad():
+                larger.eval()(x)
+            larger.train()
+    expected = torch.stack(on_every_rank(clips(local)[0])).mean(0)
+    assert torch.allclose(clips(larger)[0], expected)
+    assert equal_everywhere(larger)
+
+
+def test_one_rank_may_validate_in_the_middle_of_the_calibration(tmp_path):
+    two_ranks(tmp_path, validated_by_one_rank)
+
+
+class Late(nn.Module):
+    """Runs its second layer from some step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self.step = 0
+
+    def forward(self, x: Tensor, **_: object) -> Tensor:
+        self.step += 1
+        y = self.first(x)
+        return self.second(y) if self.step > 3 else y
+
+
+def late_layer(rank: int) -> None:
+    torch.manual_seed(0)
+    counting = CountingGroup()
+    prepared = prepare_qat_amct(Late(), WEIGHTS)
+    dist.all_reduce = counting
+    for step in range(6):
+        # without DDP, whose logger counts as well
+        prepared((rank + 1) * example().flatten(1)[:, :8]).sum().backward()
+        assert counting.count == min(step + 1, 4)
+        assert prepared.second.input_fake_quant.is_calibrated == (step >= 3)
+        assert equal_everywhere(prepared)
+    scales = on_every_rank(prepared.second.weight_fake_quant.scale.detach())
+    assert torch.equal(*scales)
+
+
+def test_a_layer_that_starts_late_is_merged_when_it_starts(tmp_path):
+    two_ranks(tmp_path, late_layer)
+
+
+def compiled(rank: int) -> None:
+    torch.manual_seed(0)
+    prepared = prepare_qat_amct(Plain())
+    parallel = torch.compile(DistributedDataParallel(prepared), backend="eager")
+    for _ in range(3):
+        parallel((rank + 1) * example()).sum().backward()
+        assert equal_everywhere(prepared)
+
+
+def test_a_compiled_model_is_merged_too(tmp_path):
+    two_ranks(tmp_path, compiled)
+
+
+def never_run(rank: int) -> None:
+    torch.manual_seed(0)
+    counting = CountingGroup()
+    dist.all_reduce = counting
+    prepared = prepare_qat_amct(Skips())
+    for _ in range(110):
+        prepared(example())
+    assert counting.count == 101
+    assert merge_ranges_across_ranks(prepared) == ["sometimes.input_fake_quant"]
+
+
+def test_the_ranks_stop_waiting_for_a_layer_that_never_runs(tmp_path):
+    two_ranks(tmp_path, never_run)
+
+
 def sharded(rank: int) -> None:
     torch.manual_seed(0)
     x = (rank + 1) * example()
@@ -237,13 +350,32 @@ def resumed(rank: int) -> None:
     first((rank + 1) * example())
     second = prepare_qat_amct(Net())
     second.load_state_dict(first.state_dict())
-    before = clips(second)
+    before = {key: value.clone() for key, value in second.named_parameters()}
+    before |= {key: value for key, value in second.named_buffers() if "clip" in key}
     second((rank + 3) * example())
-    assert torch.equal(clips(second), before)
+    for key, value in before.items():
+        assert torch.equal(second.state_dict()[key], value), key
 
 
-def test_a_resumed_training_merges_nothing_again(tmp_path):
+def test_a_resumed_training_keeps_its_clips_bit_for_bit(tmp_path):
     two_ranks(tmp_path, resumed)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_ddp_is_told_to_leave_the_buffers_of_quantizers_alone(copied):
+    model = Net()
+    model._ddp_params_and_buffers_to_ignore = ["bn.running_mean"]
+    prepared = prepare_qat_amct(model)
+    prepared = copy.deepcopy(prepared) if copied else prepared
+    prepared(example())
+    names = prepared._ddp_params_and_buffers_to_ignore
+    assert "stem.input_fake_quant.calibrated" in names
+    assert not {name for name, _ in prepared.named_parameters()} & set(names)
+    assert {name for name, _ in prepared.named_buffers()} - set(names) == {
+        "bn.running_var",
+        "bn.num_batches_tracked",
+    }
+    assert convert_amct(prepared)._ddp_params_and_buffers_to_ignore == ["bn.running_mean"]
 
 
 def test_without_a_process_group_nothing_happens():
