@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from amct_fx.config import LayerFacts, ModelFacts
 from amct_fx.graph import Capture, layer_calls
-from amct_fx.nn.become import float_class_of
+from amct_fx.nn.become import changes_its_input, float_class_of
 from amct_fx.nn.recurrent import unsupported_form
 
 __all__ = ["QUANTIZABLE_CLASSES", "Reuse", "is_layer", "model_facts", "other_weights"]
@@ -47,13 +47,16 @@ Reuse = Literal["float", "quantize"]
 """What to do with a layer that one forward calls several times, or whose weight is shared."""
 
 
-def model_facts(model: nn.Module, captured: Capture, reused: Reuse = "float") -> ModelFacts:
+def model_facts(
+    model: nn.Module, captured: Capture, reused: Reuse = "float", *, functional: bool = False
+) -> ModelFacts:
     """Describe the layers of ``model`` for the configuration.
 
     Args:
         model: The traced model.
         captured: What tracing found; decides which layers are called, and how often.
         reused: ``"float"`` excludes layers that are called several times or share a weight.
+        functional: A layer whose weight only a functional call reads owns no share in it.
 
     Returns:
         Every layer of a quantizable type in ``named_modules()`` order, with the reason when it must
@@ -62,7 +65,8 @@ def model_facts(model: nn.Module, captured: Capture, reused: Reuse = "float") ->
     calls = _call_counts(model, captured)
     owners: Counter[int] = Counter()
     if reused == "float":
-        owners.update(key for layer in calls for key in _weights(layer))
+        sharing = calls if functional else model.modules()
+        owners.update(key for layer in sharing for key in _weights(layer))
     else:
         calls = Counter({module: min(count, 1) for module, count in calls.items()})
     layers = tuple(
@@ -140,9 +144,17 @@ def _own_reason(module: nn.Module) -> str | None:
         return f"padding_mode={mode!r}: only zero padding equals the zero point of the input"
     if isinstance(module, nn.Conv3d) and module.dilation[0] != 1:
         return f"dilation {module.dilation[0]} along depth is not supported"
+    if _weight_set_by_hook(module):
+        return "its weight is set by a hook (torch.nn.utils.prune, old spectral_norm)"
     if isinstance(module, nn.RNNBase):
         return unsupported_form(module)
     return None
+
+
+def _weight_set_by_hook(module: nn.Module) -> bool:
+    """Say whether something other than ``parametrize`` or ``weight_norm`` makes the weight."""
+    plain = isinstance(vars(module).get("weight"), Tensor)
+    return plain and changes_its_input(module)
 
 
 def _use_reason(module: nn.Module, calls: int, owners: Counter[int]) -> str | None:

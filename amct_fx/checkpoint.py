@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import os
 import pickle
-import tempfile
+import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.ao.quantization import FakeQuantizeBase
 
 from amct_fx.checks import check_float_model
+from amct_fx.config.files import replacing
+from amct_fx.config.messages import listing
 from amct_fx.convert import convert_amct
-from amct_fx.errors import CheckpointError, ModelStateError
+from amct_fx.errors import AmctWarning, CheckpointError, ConvertError, ModelStateError
 from amct_fx.nn.qat import QATLayer
-from amct_fx.nn.quantized import Quantize
+from amct_fx.nn.quantized import Quantize, QuantizedLayer, quantized_class_of
 from amct_fx.observers import ULQFakeQuantize, ULQWeightFakeQuantize
 from amct_fx.prepare import prepare_qat_amct
 from amct_fx.report.preparation import preparation_of
@@ -72,16 +74,19 @@ def save_checkpoint(
         "stage": "converted" if _is_converted(model) else "prepared",
         "config": config.to_json_dict() if config.resolved else config.to_cfg(),
         "options": dict(preparation.recipe.options),
+        "islands": _islands(model),
         "state": model.state_dict(),
         "extra": dict(extra or {}),
     }
-    _write(content, Path(path))
+    with replacing(path) as file:
+        torch.save(content, file)
 
 
 def load_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
     *,
+    example_inputs: tuple[Any, ...] | Tensor | None = None,
     map_location: str | torch.device | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Make a float model what it was when :func:`save_checkpoint` wrote the file.
@@ -89,6 +94,7 @@ def load_checkpoint(
     Args:
         path: The file.
         model: The float model, with any weights; it is not changed.
+        example_inputs: What was given to :func:`amct_fx.prepare_qat_amct`, if anything was.
         map_location: Device for the tensors of the file, as for ``torch.load``.
 
     Returns:
@@ -97,16 +103,19 @@ def load_checkpoint(
     Raises:
         FileNotFoundError: There is no such file.
         CheckpointError: It is no checkpoint of this package, or one of another architecture; names
-            the first difference.
+            the first difference. Or other parts of the model can be traced now than then.
         ModelStateError: ``model`` is already prepared, or wrapped.
     """
     check_float_model(model)
-    content = _read(path, map_location)
-    restored = prepare_qat_amct(model, content["config"] or None, **content["options"])
-    if content["stage"] == "converted":
-        restored = _converted_shell(restored)
+    content, name = _read(path, map_location), os.fspath(path)
     state: dict[str, Any] = content["state"]
-    _compare(restored.state_dict(), state, os.fspath(path))
+    restored = prepare_qat_amct(
+        model, content["config"] or None, example_inputs, **content["options"]
+    )
+    _compare_islands(_islands(restored), content.get("islands"), name)
+    if content["stage"] == "converted":
+        restored = _converted_shell(restored, state, name)
+    _compare(restored.state_dict(), state, name)
     restored.load_state_dict(state)
     extra: dict[str, Any] = content["extra"]
     return restored, extra
@@ -116,27 +125,98 @@ def _is_converted(model: nn.Module) -> bool:
     return any(isinstance(module, Quantize) for module in model.modules())
 
 
-def _converted_shell(prepared: nn.Module) -> nn.Module:
-    """Convert a model without data: the state that follows replaces every number."""
-    for module in prepared.modules():
+def _islands(model: nn.Module) -> list[str]:
+    """Return the names of the parts with layers that were not traced."""
+    preparation = preparation_of(model)
+    return [] if preparation is None else [island.name for island in preparation.islands]
+
+
+def _converted_shell(prepared: nn.Module, state: Mapping[str, Any], path: str) -> nn.Module:
+    """Convert without data what the state will fill: only its structure must be that of the file.
+
+    Where conversion decides by values, the values are made to decide as they did for the file:
+    batch norms that were not folded, layers that stayed float, one weight scale or many.
+    """
+    _set_values(prepared, state)
+    for name, layer in prepared.named_modules():
+        if isinstance(layer, QATLayer) and not _stays_float(layer, name, state):
+            _end_calibration(layer)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AmctWarning)  # was issued when the file was made
+            converted = convert_amct(prepared)
+    except ConvertError as error:
+        message = f"{path} is of another model: {error}"
+        raise CheckpointError(message) from error
+    for name, module in converted.named_modules():
+        if isinstance(module, QuantizedLayer):
+            _take_scale_shapes(module, name, state)
+    return converted
+
+
+@torch.no_grad()
+def _set_values(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load what the file has under the same name; all else will be converted: make it harmless."""
+    quantizers = {n for n, module in model.named_modules() if isinstance(module, FakeQuantizeBase)}
+    fitting = {}
+    for key, ours in model.state_dict().items():
+        if key in state:
+            if _shape(state[key]) == _shape(ours):
+                fitting[key] = state[key]
+        elif (
+            isinstance(ours, Tensor)
+            and ours.is_floating_point()
+            and key.rpartition(".")[0] not in quantizers
+            and "parametrizations." not in key
+        ):
+            ours.fill_(1.0)
+    model.load_state_dict(fitting, strict=False)
+
+
+def _stays_float(layer: QATLayer, name: str, state: Mapping[str, Any]) -> bool:
+    """Say whether the file holds a float layer here; convert leaves a layer that never ran."""
+    parts = quantized_class_of(layer.float_class).parts
+    prefix = f"{name}." if name else ""
+    if any(f"{prefix}weight_{part}codes" in state for part in parts):
+        return False
+    return any(key.startswith(prefix) for key in state)
+
+
+def _end_calibration(layer: QATLayer) -> None:
+    """Give every quantizer of a layer some range."""
+    for weight, fake_quant in layer.weight_quantizers.items():
+        quantizer = getattr(layer, fake_quant)
+        if isinstance(quantizer, ULQWeightFakeQuantize):
+            quantizer.initialize(getattr(layer, weight))
+    for module in layer.modules():
         if isinstance(module, ULQFakeQuantize):
             module.set_clips(1.0, -1.0)
-        weight_fake_quant = getattr(module, "weight_fake_quant", None)
-        if isinstance(weight_fake_quant, ULQWeightFakeQuantize) and isinstance(module, QATLayer):
-            weight_fake_quant.initialize(module.weight)
-    return convert_amct(prepared)
 
 
-def _write(content: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            torch.save(content, file)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+def _take_scale_shapes(layer: QuantizedLayer, name: str, state: Mapping[str, Any]) -> None:
+    """Let weight scales have the shape of the file: one value becomes many if all weights are 0."""
+    for part in layer.parts:
+        key = f"weight_{part}scale"
+        ours, found = getattr(layer, key), state.get(f"{name}.{key}" if name else key)
+        if isinstance(found, Tensor) and found.dim() == 1 and 1 in (len(ours), len(found)):
+            setattr(layer, key, ours.new_ones(len(found)))
+
+
+def _compare_islands(found: list[str], saved: list[str] | None, path: str) -> None:
+    """Refuse a preparation that traced other parts: the same state would compute other results."""
+    if saved is None or sorted(saved) == sorted(found):
+        return
+    more, less = set(found) - set(saved), set(saved) - set(found)
+    differences = [
+        f"{listing(name or '<model>' for name in sorted(names))} {what}"
+        for names, what in ((less, "stayed Python then"), (more, "stays Python now"))
+        if names
+    ]
+    message = (
+        f"{path} is of a model that was traced differently: {', '.join(differences)}; pass the "
+        "same example_inputs, and the same model, as were given to prepare_qat_amct"
+    )
+    raise CheckpointError(message)
 
 
 def _read(path: str | os.PathLike[str], map_location: Any) -> dict[str, Any]:

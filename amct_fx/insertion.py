@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import fx
     from torch.ao.quantization import FakeQuantizeBase, QConfig
 
-__all__ = ["WeightQuantizers", "quantize_island_layer", "quantize_region"]
+__all__ = ["WeightQuantizers", "check_tied_weights", "quantize_island_layer", "quantize_region"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def quantize_region(
             _decided, qconfigs[name].activation, nodes, region.module, fixed_min_rule
         )
         qconfig = qconfigs[name]._replace(activation=decide(layer_input))
-        layer = _swap(module, name, qconfig, weights)
+        layer = _swap(module, qconfig, weights)
         if isinstance(layer, RecurrentLayer):
             layer.attach_hidden(decide(initial_hidden_state), name)
         key = _values_read(nodes, region.module), _settings(qconfig.activation)
@@ -128,37 +128,59 @@ class WeightQuantizers:
     """The weight fake-quantizers made so far; layers with one weight get one fake-quantizer."""
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[str, FakeQuantizeBase, Any]] = {}
+        self._made: dict[int, FakeQuantizeBase] = {}
 
-    def share(self, layer: QATLayer, name: str) -> None:
-        """Give ``layer`` the fake-quantizers of earlier layers with the same weight tensors.
-
-        Raises:
-            ConfigError: If the two layers are configured differently.
-        """
-        settings = _settings(layer.qconfig.weight)
+    def share(self, layer: QATLayer) -> None:
+        """Give ``layer`` the fake-quantizers of earlier layers with the same weight tensors."""
         for weight, attribute in layer.weight_quantizers.items():
             tensor = getattr(layer, weight)
-            if not isinstance(tensor, nn.Parameter):
-                continue  # computed anew at every reading, so no other layer can hold it
-            own = (name, getattr(layer, attribute), settings)
-            first = self._made.setdefault(id(tensor), own)
-            if first[2] != settings:
+            if isinstance(tensor, nn.Parameter):  # else computed anew, so no other layer holds it
+                setattr(
+                    layer, attribute, self._made.setdefault(id(tensor), getattr(layer, attribute))
+                )
+
+
+def check_tied_weights(model: nn.Module, qconfigs: Mapping[str, QConfig]) -> None:
+    """Refuse layers that share a weight and would quantize it differently.
+
+    Args:
+        model: The float model.
+        qconfigs: The QConfig of every layer to quantize, by name.
+
+    Raises:
+        ConfigError: Names the two layers.
+    """
+    first: dict[int, tuple[str, Any, Any]] = {}
+    for name, qconfig in qconfigs.items():
+        layer = model.get_submodule(name)
+        arguments = constructor_arguments(qconfig.weight)[1]
+        axis = arguments.get("ch_axis")
+        settings = _settings(qconfig.weight)[0], arguments.get("num_bits", 8), axis is None
+        for parameter in layer.parameters(recurse=False):
+            if parameter.dim() < 2:
+                continue
+            other, theirs, their_axis = first.setdefault(id(parameter), (name, settings, axis))
+            if theirs != settings or their_axis != axis:
+                advice = (
+                    "write the same weight half for both"
+                    if theirs != settings
+                    else "their output channels lie along different axes: skip one of them, or "
+                    "write channel_wise: false for both"
+                )
                 message = (
-                    f"layers {first[0]!r} and {name!r} share one weight but are given different "
-                    "weight settings; write the same weight half for both"
+                    f"layers {other!r} and {name!r} share one weight but are given different "
+                    f"weight settings; {advice}"
                 )
                 raise ConfigError(message)
-            setattr(layer, attribute, first[1])
 
 
-def _swap(module: nn.Module, name: str, qconfig: QConfig, weights: WeightQuantizers) -> QATLayer:
+def _swap(module: nn.Module, qconfig: QConfig, weights: WeightQuantizers) -> QATLayer:
     """Turn a float layer into its quantization-aware class, keeping the object and its hooks."""
     qat_class = qat_class_of(float_class_of(module))
     assert qat_class is not None, "model_facts lets only layers with such a class through"
     layer = become(module, qat_class)
     layer.attach(qconfig)
-    weights.share(layer, name)
+    weights.share(layer)
     return layer
 
 
@@ -202,7 +224,7 @@ def quantize_island_layer(
     Nothing is known of that input, so an automatic ``fixed_min`` is false.
     """
     activation = _decided(qconfig.activation, [], module, "relu", layer_input)
-    layer = _swap(module, name, qconfig._replace(activation=activation), weights)
+    layer = _swap(module, qconfig._replace(activation=activation), weights)
     if isinstance(layer, RecurrentLayer):
         layer.attach_hidden(activation, name)
     layer.own_input_fake_quant(activation, name)

@@ -21,9 +21,19 @@ from amct_fx.copying import copy_model
 from amct_fx.distributed import RangeMerger, RangeMergeRule
 from amct_fx.errors import ModelError
 from amct_fx.graph import FixedMinRule, capture, lift_functional_layers
-from amct_fx.insertion import WeightQuantizers, quantize_island_layer, quantize_region
+from amct_fx.insertion import (
+    WeightQuantizers,
+    check_tied_weights,
+    quantize_island_layer,
+    quantize_region,
+)
 from amct_fx.nn.fused import disable_fused_paths
-from amct_fx.qconfig import calibration_forwards, qconfig_for_layer, qconfig_mapping_from_resolution
+from amct_fx.qconfig import (
+    calibration_forwards,
+    check_quantizers,
+    qconfig_for_layer,
+    qconfig_mapping_from_resolution,
+)
 from amct_fx.report.preparation import Preparation, Recipe, record_preparation
 
 if TYPE_CHECKING:
@@ -113,7 +123,10 @@ def prepare_qat_amct(
         for region in captured.regions if functional else ():
             for name in lift_functional_layers(region):
                 undo.callback(delattr, region.module, name)
-        facts, others = model_facts(prepared, captured, reused), other_weights(prepared)
+        facts, others = (
+            model_facts(prepared, captured, reused, functional=functional),
+            other_weights(prepared),
+        )
         if config is not None:
             resolution = resolve(
                 config, facts, linear_channel_wise=linear_channel_wise, dialect=dialect
@@ -122,6 +135,7 @@ def prepare_qat_amct(
         assert isinstance(cfg, QConfigMapping)
         qconfigs = _qconfigs_by_layer(prepared, facts, cfg)
         check_finite_weights(prepared, qconfigs)
+        check_tied_weights(prepared, qconfigs)
         undo.pop_all()
 
     weights = WeightQuantizers()
@@ -153,6 +167,7 @@ def _qconfigs_by_layer(
     for layer in facts.layers:
         qconfig = qconfig_for_layer(mapping, layer.name, model.get_submodule(layer.name))
         if layer.reason is None and qconfig is not None:
+            check_quantizers(layer.name, qconfig)
             found[layer.name] = qconfig
     if not found:
         message = "no layer of the model would be quantized: the QConfigMapping selects none"

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.ao.quantization import QConfig, QConfigMapping
 
-from amct_fx.backend_config import is_layer, model_facts
+from amct_fx.backend_config import Reuse, is_layer, model_facts
+from amct_fx.checks import check_supported
 from amct_fx.config import (
     ActivationConfig,
     CompressionConfig,
@@ -19,15 +20,23 @@ from amct_fx.config import (
     resolve,
 )
 from amct_fx.copying import copy_model
+from amct_fx.errors import ConfigError
 from amct_fx.graph import capture
+from amct_fx.nn.become import float_class_of
 from amct_fx.nn.geometry import constructor_arguments, weight_geometry
-from amct_fx.observers import ARQFakeQuantize, ULQFakeQuantize, ULQWeightFakeQuantize
+from amct_fx.observers import (
+    AmctFakeQuantize,
+    ARQFakeQuantize,
+    ULQFakeQuantize,
+    ULQWeightFakeQuantize,
+)
 
 if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
     "calibration_forwards",
+    "check_quantizers",
     "get_qconfig_mapping",
     "qconfig_for_layer",
     "qconfig_mapping_from_resolution",
@@ -39,6 +48,7 @@ def get_qconfig_mapping(
     model: nn.Module,
     *,
     linear_channel_wise: bool = False,
+    reused: Reuse = "float",
     dialect: str = "auto",
     name_map: Mapping[str, str] | None = None,
 ) -> QConfigMapping:
@@ -52,6 +62,7 @@ def get_qconfig_mapping(
         cfg: Path or text of a ``.cfg``, a :class:`CompressionConfig`, or ``None`` for the defaults.
         model: The float model; it is not changed.
         linear_channel_wise: Allow one weight scale per output of a Linear by name.
+        reused: As for :func:`amct_fx.prepare_qat_amct`.
         dialect: As for :func:`amct_fx.prepare_qat_amct`.
         name_map: As for :func:`amct_fx.prepare_qat_amct`.
 
@@ -66,8 +77,9 @@ def get_qconfig_mapping(
         [('0', False), ('2', True)]
     """
     config = load_config(cfg, dialect=dialect, name_map=name_map)
+    check_supported(config)
     traced = copy_model(model)
-    facts = model_facts(traced, capture(traced, is_layer))
+    facts = model_facts(traced, capture(traced, is_layer), reused)
     resolution = resolve(config, facts, linear_channel_wise=linear_channel_wise, dialect=dialect)
     return qconfig_mapping_from_resolution(resolution, model)
 
@@ -97,7 +109,30 @@ def qconfig_for_layer(mapping: QConfigMapping, name: str, module: nn.Module) -> 
         if re.match(pattern, name):
             return _as_qconfig(qconfig)
     by_type = mapping.object_type_qconfigs
-    return _as_qconfig(by_type.get(type(module), mapping.global_qconfig))
+    return _as_qconfig(by_type.get(float_class_of(module), mapping.global_qconfig))
+
+
+def check_quantizers(name: str, qconfig: QConfig) -> None:
+    """Refuse a QConfig whose quantizers are not of this package.
+
+    Those of torch.ao work with ``torch.ao.quantization``'s own prepare and convert.
+
+    Args:
+        name: Name of the layer.
+        qconfig: From a ``QConfigMapping`` of the user's.
+
+    Raises:
+        ConfigError: Names the layer and the class.
+    """
+    for constructor in (qconfig.activation, qconfig.weight):
+        cls = constructor_arguments(constructor)[0]
+        if not (isinstance(cls, type) and issubclass(cls, AmctFakeQuantize)):
+            found = getattr(cls, "__name__", repr(cls))
+            message = (
+                f"the QConfig of layer {name!r} uses {found}; use ULQFakeQuantize for activations "
+                "and ARQFakeQuantize or ULQWeightFakeQuantize for weights, from amct_fx.observers"
+            )
+            raise ConfigError(message)
 
 
 def calibration_forwards(qconfigs: Iterable[QConfig]) -> int:

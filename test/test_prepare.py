@@ -8,10 +8,11 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.prune
 from torch import Tensor, nn
 from torch.ao.quantization import QConfig, QConfigMapping, disable_fake_quant
 
-from amct_fx import AmctWarning, get_qconfig_mapping, prepare_qat_amct, summarize
+from amct_fx import AmctWarning, convert_amct, get_qconfig_mapping, prepare_qat_amct, summarize
 from amct_fx.graph import fx_graph_of
 from amct_fx.nn import qat
 from amct_fx.observers import ARQFakeQuantize, ULQFakeQuantize
@@ -405,8 +406,55 @@ def test_reused_layers_get_one_quantizer_for_all_calls(x):
 def test_tied_layers_with_different_settings_are_refused():
     cfg = """override_layer_configs { layer_name: "second"
         retrain_weight_quant_config { ulq_retrain { } } }"""
-    with pytest.raises(ValueError, match=r"'first' and 'second' share one weight"):
-        prepare_qat_amct(Pyramid(), cfg, reused="quantize")
+    model = Pyramid()
+    text = repr(model)
+    with pytest.raises(
+        ValueError, match=r"'first' and 'second' share one weight.*same weight half"
+    ):
+        prepare_qat_amct(model, cfg, reused="quantize", inplace=True)
+    assert repr(model) == text
+
+
+def test_a_weight_tied_along_different_axes_is_refused_with_that_reason():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down = nn.Conv2d(3, 4, 3)
+            self.up = nn.ConvTranspose2d(4, 3, 3)
+            self.up.weight = self.down.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(self.down(x))
+
+    with pytest.raises(ValueError, match=r"'down' and 'up'.*different axes.*channel_wise: false"):
+        prepare_qat_amct(Tied(), reused="quantize")
+    cfg = "retrain_weight_quant_config { arq_retrain { channel_wise: false } }"
+    prepared = prepare_qat_amct(Tied(), cfg, reused="quantize")
+    assert torch.isfinite(prepared(example())).all()
+
+
+@pytest.mark.parametrize("method", ["prune", "spectral_norm"])
+def test_weights_that_a_hook_sets_stay_float_with_the_reason(method, x):
+    model = Net()
+    if method == "prune":
+        torch.nn.utils.prune.l1_unstructured(model.left, "weight", 0.5)
+    else:
+        torch.nn.utils.spectral_norm(model.left)
+    prepared = prepare_qat_amct(model)
+    assert "hook" in {row.name: row.reason for row in summarize(prepared).rows}["left"]
+    prepared(x)
+    assert torch.isfinite(convert_amct(prepared)(x)).all()
+
+
+def test_quantizers_of_torch_are_refused_by_name():
+    mapping = torch.ao.quantization.get_default_qat_qconfig_mapping()
+    with pytest.raises(ValueError, match=r"layer 'stem' uses FusedMovingAvg.*ULQFakeQuantize"):
+        prepare_qat_amct(Net(), mapping)
+
+
+def test_a_mapping_swallows_no_pruning():
+    with pytest.raises(ValueError, match="pruning"):
+        get_qconfig_mapping("prune_config { n_out_of_m_pruner { l1_selective_prune { } } }", Net())
 
 
 def test_weights_that_no_configuration_can_name_are_reported_too():

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from amct_fx.observers import functional
+from amct_fx.observers._base import AmctFakeQuantize
 from amct_fx.observers.arq import ARQFakeQuantize
 from amct_fx.observers.ifmr import IFMRObserver, MinMaxObserver
 from amct_fx.observers.ulq import ULQFakeQuantize
@@ -20,6 +21,7 @@ from amct_fx.observers.weight_ulq import ULQWeightFakeQuantize
 
 __all__ = [
     "ARQFakeQuantize",
+    "AmctFakeQuantize",
     "IFMRObserver",
     "MinMaxObserver",
     "ULQFakeQuantize",
