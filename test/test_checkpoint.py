@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from amct_fx import (
+    AmctWarning,
     CheckpointError,
     ModelStateError,
     convert_amct,
@@ -18,6 +20,7 @@ from amct_fx import (
     load_checkpoint,
     prepare_qat_amct,
     save_checkpoint,
+    summarize,
 )
 
 from .networks import Net, NetWithIsland, Pyramid, example
@@ -125,6 +128,154 @@ def test_a_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
         save_checkpoint(model, tmp_path / "model.pt")
     assert (tmp_path / "model.pt").read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 1
+
+
+class Recurrent(nn.Module):
+    """An LSTM and a GRU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 4, batch_first=True)
+        self.gru = nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(self.lstm(x.flatten(2).transpose(1, 2)[..., :8].reshape(-1, 3, 8))[0])[0]
+
+
+class ZeroHead(nn.Module):
+    """The head starts at zero, as in detectors and diffusion models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 4)
+        self.head = nn.Linear(4, 3)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.body(x[:, 0, 0])))
+
+
+class Reads(nn.Module):
+    """An island that reads the weight of one of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called = nn.Linear(8, 4)
+        self.read = nn.Linear(8, 4)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def forward(self, x: Tensor, **_: object) -> Tensor:
+        return self.called(x) + F.linear(x, self.read.weight) + self.table
+
+
+class Normed(nn.Module):
+    """Its batch norm cannot be folded once its statistics have overflowed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x))
+
+
+def saved_and_restored(converted: nn.Module, fresh: nn.Module, folder: Path) -> nn.Module:
+    save_checkpoint(converted, folder / "model.pt")
+    return load_checkpoint(folder / "model.pt", fresh)[0]
+
+
+@pytest.mark.parametrize("weights", ["arq_retrain", "ulq_retrain"])
+@pytest.mark.parametrize("network", [Recurrent, ZeroHead, Net])
+def test_converted_models_come_back_whatever_the_fresh_weights_are(tmp_path, network, weights):
+    model = network().requires_grad_(False)  # what is zero stays zero
+    converted = convert_amct(trained(model, f"retrain_weight_quant_config {{ {weights} {{ }} }}"))
+    restored = saved_and_restored(converted, network(), tmp_path)
+    assert torch.equal(restored(example()), converted(example()))
+    assert repr(restored) == repr(converted)
+
+
+def test_a_zero_head_that_was_trained_comes_back(tmp_path):
+    converted = convert_amct(trained(ZeroHead(), None))
+    assert converted.head.weight_scale.numel() == 1
+    restored = saved_and_restored(converted, ZeroHead(), tmp_path)
+    assert torch.equal(restored(example()), converted(example()))
+
+
+def test_layers_that_stayed_float_at_conversion_come_back(tmp_path):
+    prepared = prepare_qat_amct(Reads())
+    prepared(example())
+    with pytest.warns(AmctWarning, match="read stay float"):
+        converted = convert_amct(prepared)
+    restored = saved_and_restored(converted, Reads(), tmp_path)
+    assert torch.equal(restored(example()), converted(example()))
+    assert str(summarize(restored)) == str(summarize(converted))
+
+
+def test_fresh_batch_norms_of_any_values_do_not_matter(tmp_path):
+    converted = convert_amct(trained(Normed(), None))
+    fresh = Normed()
+    nn.init.constant_(fresh.norm.weight, 1e-6)
+    nn.init.constant_(fresh.norm.bias, 10.0)
+    restored = saved_and_restored(converted, fresh, tmp_path)
+    assert torch.equal(restored(example()), converted(example()))
+
+
+def test_a_batch_norm_that_could_not_be_folded_comes_back(tmp_path):
+    prepared = trained(Normed(), None)
+    prepared.norm.running_mean[1] = torch.inf
+    with pytest.warns(AmctWarning):
+        converted = convert_amct(prepared)
+    restored = saved_and_restored(converted, Normed(), tmp_path)
+    assert isinstance(restored.norm, nn.BatchNorm2d)
+    expected = converted(example())
+    assert torch.equal(restored(example()).nan_to_num(), expected.nan_to_num())
+
+
+class Hidden(nn.Module):
+    """Looks at the values behind the back of the tracer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.factor
+
+
+@pytest.mark.parametrize("stage", ["prepared", "converted"])
+def test_a_model_that_is_traced_differently_is_refused(tmp_path, stage, monkeypatch):
+    model = trained(Hidden(), None)
+    if stage == "converted":
+        model = convert_amct(model)
+    save_checkpoint(model, tmp_path / "model.pt")
+
+    def forward(self: Hidden, x: Tensor) -> Tensor:
+        return self.layer(x) * (self.factor if bool(x.sum() < 1e6) else 1.0)
+
+    monkeypatch.setattr(Hidden, "forward", forward)
+    with pytest.raises(CheckpointError, match=r"'<model>' stays Python now; pass the same"):
+        load_checkpoint(tmp_path / "model.pt", Hidden())
+
+
+def test_the_example_inputs_of_the_preparation_can_be_given_again(tmp_path, monkeypatch):
+    given = []
+    model = trained(Net())
+    save_checkpoint(model, tmp_path / "model.pt")
+
+    def prepare(model: nn.Module, cfg: object, example_inputs: object, **options: object):
+        given.append(example_inputs)
+        return prepare_qat_amct(model, cfg, example_inputs, **options)
+
+    monkeypatch.setattr("amct_fx.checkpoint.prepare_qat_amct", prepare)
+    load_checkpoint(tmp_path / "model.pt", Net(), example_inputs=example())
+    assert given[0] is not None
+
+
+def test_the_file_is_readable_by_the_group(tmp_path):
+    save_checkpoint(trained(Net()), tmp_path / "new" / "model.pt")
+    assert (tmp_path / "new" / "model.pt").stat().st_mode & 0o777 == 0o640
 
 
 FROZEN = Path(__file__).parent / "data" / "checkpoint_v1.pt"
