@@ -28,6 +28,7 @@ __all__ = [
     "enable_observer",
     "freeze_bn",
     "freeze_ranges",
+    "parameter_groups",
 ]
 
 
@@ -72,12 +73,7 @@ def disable_observer(model: nn.Module, pattern: str = "*") -> list[str]:
 
 def freeze_ranges(model: nn.Module, pattern: str = "*", *, frozen: bool = True) -> list[str]:
     """Stop (or resume) learning the clips and learned weight scales of the matching layers."""
-
-    def freeze(quantizer: FakeQuantizeBase) -> None:
-        if isinstance(quantizer, (ULQFakeQuantize, ULQWeightFakeQuantize)):
-            quantizer.requires_grad_(not frozen)
-
-    return _for_each(model, pattern, freeze)
+    return _for_each(model, pattern, lambda quantizer: _turn_learning(quantizer, not frozen))
 
 
 def freeze_bn(model: nn.Module, pattern: str = "*") -> list[str]:
@@ -96,17 +92,51 @@ def freeze_bn(model: nn.Module, pattern: str = "*") -> list[str]:
     return names
 
 
+def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
+    """Split the parameters for an optimizer: clips and learned weight scales must not decay.
+
+    Decay pulls a range to zero, whatever the data needs.
+
+    Args:
+        model: A prepared model, wrapped or not.
+        weight_decay: For all other parameters.
+
+    Returns:
+        Two groups, first the other parameters, then the ranges, with a weight decay of 0. Each
+        parameter of the model stands in one of them, once.
+
+    Example:
+        >>> from torch import nn
+        >>> from amct_fx import prepare_qat_amct
+        >>> model = prepare_qat_amct(nn.Sequential(nn.Linear(4, 2)))
+        >>> [len(group["params"]) for group in parameter_groups(model, weight_decay=0.01)]
+        [2, 2]
+    """
+    ranges = {p: None for _, quantizer in _quantizers(model) for p in quantizer.parameters()}
+    others = [parameter for parameter in model.parameters() if parameter not in ranges]
+    return [
+        {"params": others, "weight_decay": weight_decay},
+        {"params": list(ranges), "weight_decay": 0.0},
+    ]
+
+
 @dataclass
 class QATSchedule:
-    """Calibrate, learn, freeze: what to switch at which epoch.
+    """Calibrate, learn, freeze: what to switch at which epoch of one model.
 
-    Call :meth:`apply` at the start of every epoch, after ``model.train()``.
+    Call :meth:`apply` at the start of every epoch, after ``model.train()``. It acts where a phase
+    begins or ends, and undoes only what it did itself: a layer that you switched off or froze by
+    name stays so, and one that you switched back on or released in a phase stays that until the
+    next one. Only the batch norms are put into eval mode every epoch, as ``model.train()`` ends it.
 
     Attributes:
         float_epochs: Epochs in which the ranges are observed but nothing is quantized.
         freeze_bn_epoch: First epoch with frozen batch norm statistics; ``None`` for never.
         freeze_ranges_epoch: First epoch with frozen clips and weight scales; ``None`` for never.
         epoch: The next epoch.
+        switched_off: Names of the quantizers that the schedule switched off, until it switches
+            them on again; ``None`` outside of the float epochs.
+        frozen: Names of the quantizers that the schedule froze; ``None`` before.
 
     Example:
         >>> schedule = QATSchedule(float_epochs=1, freeze_bn_epoch=3, freeze_ranges_epoch=4)
@@ -121,14 +151,28 @@ class QATSchedule:
     freeze_bn_epoch: int | None = None
     freeze_ranges_epoch: int | None = None
     epoch: int = 0
+    switched_off: list[str] | None = None
+    frozen: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        """Nothing was loaded yet."""
+        self._resumed = False
 
     def apply(self, model: nn.Module) -> str:
-        """Set the switches for the current epoch, count it, and return what the epoch does."""
+        """Set the switches for the current epoch, count it, and return what the epoch does.
+
+        Raises:
+            ModelStateError: If the model has no quantizers.
+        """
+        quantizers = {_plain(name): module for name, module in _named_quantizers(model)}
+        if not quantizers:
+            raise ModelStateError(_NOT_PREPARED)
         calibrating = self.epoch < self.float_epochs
         ranges_frozen = _reached(self.freeze_ranges_epoch, self.epoch)
         bn_frozen = _reached(self.freeze_bn_epoch, self.epoch)
-        (disable_fake_quant if calibrating else enable_fake_quant)(model)
-        freeze_ranges(model, frozen=ranges_frozen)
+        self.switched_off = self._turn(quantizers, calibrating, self.switched_off, _FAKE_QUANT)
+        self.frozen = self._turn(quantizers, ranges_frozen, self.frozen, _LEARNING)
+        self._resumed = False
         if bn_frozen:
             freeze_bn(model)
         self.epoch += 1
@@ -136,24 +180,81 @@ class QATSchedule:
         return f"{phase}, bn frozen" if bn_frozen else phase
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the settings and the epoch as plain data."""
+        """Return the settings, the epoch and what is switched, as plain data."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the schedule that made ``state`` was."""
+        """Continue where the schedule that made ``state`` was.
+
+        The next :meth:`apply` repeats what that schedule had switched, since the state dict of a
+        model does not say which parameters are frozen.
+        """
         for key, value in QATSchedule(**state).__dict__.items():
             setattr(self, key, value)
+        self._resumed = True
+
+    def _turn(
+        self,
+        quantizers: dict[str, FakeQuantizeBase],
+        off: bool,
+        ours: list[str] | None,
+        switch: _Switch,
+    ) -> list[str] | None:
+        """Bring one kind of switch to what the epoch asks for; return what is off because of us."""
+        if off and ours is None:
+            ours = [name for name, quantizer in quantizers.items() if switch.is_on(quantizer)]
+        elif off is (ours is not None) and not self._resumed:
+            return ours
+        for name in ours or ():
+            if name in quantizers:
+                switch.turn(quantizers[name], not off)
+        return ours if off else None
+
+
+@dataclass(frozen=True)
+class _Switch:
+    """Something that is on or off at each quantizer."""
+
+    is_on: Callable[[FakeQuantizeBase], bool]
+    turn: Callable[[FakeQuantizeBase, bool], object]
+
+
+def _turn_learning(quantizer: FakeQuantizeBase, on: bool) -> None:
+    """Let clips or a learned weight scale learn, or not; other quantizers learn nothing."""
+    if isinstance(quantizer, (ULQFakeQuantize, ULQWeightFakeQuantize)):
+        quantizer.requires_grad_(on)
+
+
+_FAKE_QUANT = _Switch(
+    lambda quantizer: bool(quantizer.fake_quant_enabled), FakeQuantizeBase.enable_fake_quant
+)
+_LEARNING = _Switch(
+    lambda quantizer: any(p.requires_grad for p in quantizer.parameters()), _turn_learning
+)
 
 
 def _reached(start: int | None, epoch: int) -> bool:
     return start is not None and epoch >= start
 
 
-def _quantizers(model: nn.Module) -> Iterator[tuple[str, FakeQuantizeBase]]:
-    """Yield the layer name and the quantizer of every quantizer."""
+def _named_quantizers(model: nn.Module) -> Iterator[tuple[str, FakeQuantizeBase]]:
+    """Yield every quantizer with its own name."""
     for name, module in model.named_modules():
         if isinstance(module, FakeQuantizeBase):
-            yield name.rpartition(".")[0], module
+            yield name, module
+
+
+def _quantizers(model: nn.Module) -> Iterator[tuple[str, FakeQuantizeBase]]:
+    """Yield every quantizer with the name of its layer."""
+    for name, module in _named_quantizers(model):
+        yield name.rpartition(".")[0], module
+
+
+def _plain(name: str) -> str:
+    """Return a name without what DistributedDataParallel and ``torch.compile`` put before it."""
+    while name.startswith(("module.", "_orig_mod.")):
+        name = name.partition(".")[2]
+    return name
 
 
 def _for_each(

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/train_ddp.py --epochs 2
 
-Nothing but the usual DistributedDataParallel code: prepare first, then wrap. The ranges that the
-ranks calibrate on their own data are merged once, at the end of the calibration.
+The usual DistributedDataParallel code: prepare first, then wrap. The ranges that the ranks
+calibrate on their own data are merged once, at the end of the calibration.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import amct_fx
+from amct_fx import control
 
 
 def make_model() -> nn.Sequential:
@@ -45,9 +46,10 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def train(model: nn.Module, data: TensorDataset, epochs: int) -> None:
-    """Train ``model`` on this rank's share of ``data``; knows nothing of quantization."""
+    """Train ``model`` on this rank's share of ``data``; the learned ranges do not decay."""
     sampler: DistributedSampler[TensorDataset] = DistributedSampler(data, seed=0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    groups = control.parameter_groups(model, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(groups, lr=3e-3)
     model.train()
     for epoch in range(epochs):
         sampler.set_epoch(epoch)

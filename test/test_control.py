@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
 
 from amct_fx import control, prepare_qat_amct
 
-from .networks import Net, example
+from .networks import Net, Pyramid, example
 
 
 @pytest.fixture
@@ -79,3 +81,65 @@ def test_the_schedule_resumes_from_its_state(prepared):
     prepared.train()
     assert second.apply(prepared) == "learn, bn frozen"
     assert not prepared.bn.training
+
+
+def fake_quant_on(model: nn.Module) -> dict[str, bool]:
+    return {
+        name.removesuffix(".input_fake_quant"): bool(module.fake_quant_enabled)
+        for name, module in model.named_modules()
+        if name.endswith("input_fake_quant")
+    }
+
+
+def test_the_schedule_leaves_switches_of_the_user_alone(prepared):
+    schedule = control.QATSchedule(float_epochs=2, freeze_ranges_epoch=4)
+    control.disable_fake_quant(prepared, "stem")
+    control.freeze_ranges(prepared, "head")
+    schedule.apply(prepared)
+    assert not any(fake_quant_on(prepared).values())
+    control.enable_fake_quant(prepared, "left")
+    schedule.apply(prepared)
+    assert [name for name, on in fake_quant_on(prepared).items() if on] == ["left"]
+    schedule.apply(prepared)
+    assert [name for name, on in fake_quant_on(prepared).items() if not on] == ["stem"]
+    control.disable_fake_quant(prepared, "head")
+    schedule.apply(prepared)
+    assert not fake_quant_on(prepared)["head"]
+    assert not prepared.head.input_fake_quant.clip_max.requires_grad
+    assert prepared.left.input_fake_quant.clip_max.requires_grad
+    schedule.apply(prepared)
+    assert not prepared.left.input_fake_quant.clip_max.requires_grad
+    assert "head.input_fake_quant" not in schedule.frozen
+
+
+def test_a_resumed_schedule_switches_what_it_had_switched():
+    first = prepare_qat_amct(Net())
+    schedule = control.QATSchedule(float_epochs=2, freeze_ranges_epoch=0)
+    schedule.apply(first)
+    resumed = control.QATSchedule()
+    resumed.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
+    second = nn.DataParallel(prepare_qat_amct(Net()))
+    resumed.apply(second)
+    assert not any(fake_quant_on(second).values())
+    assert not second.module.stem.input_fake_quant.clip_max.requires_grad
+    resumed.apply(second)
+    assert all(fake_quant_on(second).values())
+
+
+def test_a_schedule_needs_a_prepared_model():
+    with pytest.raises(RuntimeError, match="prepare_qat_amct first"):
+        control.QATSchedule().apply(Net())
+
+
+def test_parameter_groups_hold_each_parameter_once_and_ranges_do_not_decay():
+    cfg = "retrain_weight_quant_config { ulq_retrain { } }"
+    model = prepare_qat_amct(Pyramid(), cfg, reused="quantize")
+    others, ranges = control.parameter_groups(model, weight_decay=0.1)
+    both = [*others["params"], *ranges["params"]]
+    assert len(both) == len(set(both))
+    assert set(both) == set(model.parameters())
+    assert (others["weight_decay"], ranges["weight_decay"]) == (0.1, 0.0)
+    learned = {p for name, p in model.named_parameters() if "fake_quant" in name}
+    assert set(ranges["params"]) == learned
+    assert any(name.endswith("weight_fake_quant.scale") for name, _ in model.named_parameters())
+    torch.optim.AdamW([others, ranges])
