@@ -10,8 +10,7 @@ for byte, those of AMCT; ``docs/configuration.md`` lists where a value in them d
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +18,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from amct_fx.backend_config import is_layer, model_facts
+from amct_fx.backend_config import is_layer, model_facts, unbatched_layers, without_unbatched
 from amct_fx.checks import check_float_model
 from amct_fx.config import load_config, resolve, save_json_config
 from amct_fx.config.distill import load_distill_config, resolve_distill
 from amct_fx.config.distill_json import distill_to_dict, save_distill_json
-from amct_fx.config.layer_types import CONV_TYPES
 from amct_fx.copying import copy_model
 from amct_fx.distill import distill_facts, find_groups
 from amct_fx.errors import (
@@ -188,14 +186,7 @@ class _Traced:
 
     def mark_unbatched(self, facts: ModelFacts) -> ModelFacts:
         """Exclude the convolutions whose input has no batch axis."""
-        reason = "its input has no batch axis"
-        layers = tuple(
-            replace(layer, reason=reason)
-            if layer.eligible and layer.name in self.unbatched
-            else layer
-            for layer in facts.layers
-        )
-        return replace(facts, layers=layers)
+        return without_unbatched(facts, self.unbatched)
 
 
 def _trace(model: nn.Module, input_data: Any) -> _Traced:
@@ -205,34 +196,6 @@ def _trace(model: nn.Module, input_data: Any) -> _Traced:
     except Exception as error:  # whatever the user's objects raise
         message = f"the model cannot be copied: {error}"
         raise ModelStateError(message) from error
-    unbatched = _unbatched_layers(traced, input_data)
+    unbatched = unbatched_layers(traced, input_data, "input_data")
     captured = capture(traced, is_layer, example_inputs=input_data)
     return _Traced(traced, captured, unbatched)
-
-
-def _unbatched_layers(model: nn.Module, input_data: Any) -> frozenset[str]:
-    """Return the convolutions whose input has no batch axis; this runs the model once."""
-    found = set()
-
-    def observe(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensor = args[0] if args else kwargs["input"]
-        if tensor.dim() < layer.weight.dim():
-            found.add(layer)
-
-    names = {
-        layer: name
-        for name, layer in model.named_modules()
-        if is_layer(layer) and type(layer).__name__ in CONV_TYPES
-    }
-    hooks = [layer.register_forward_pre_hook(observe, with_kwargs=True) for layer in names]
-    inputs = input_data if isinstance(input_data, tuple) else (input_data,)
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            model(*copy.deepcopy(inputs))
-    except Exception as error:  # whatever the user's forward raises
-        message = f"the model cannot run on input_data: {type(error).__name__}: {error}"
-        raise InputDataError(message) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return frozenset(names[layer] for layer in found)

@@ -5,17 +5,31 @@ Source: spec/config.md section 5.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
+from collections.abc import Container
+from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from amct_fx.config import LayerFacts, ModelFacts
+from amct_fx.config.layer_types import CONV_TYPES
+from amct_fx.config.messages import warn
+from amct_fx.errors import InputDataError
 from amct_fx.graph import Capture, layer_calls
 from amct_fx.nn.become import changes_its_input, float_class_of
 from amct_fx.nn.recurrent import unsupported_form
 
-__all__ = ["QUANTIZABLE_CLASSES", "Reuse", "is_layer", "model_facts", "other_weights"]
+__all__ = [
+    "QUANTIZABLE_CLASSES",
+    "Reuse",
+    "is_layer",
+    "model_facts",
+    "other_weights",
+    "warn_of_reused_layers",
+]
 
 QUANTIZABLE_CLASSES: tuple[type[nn.Module], ...] = (
     nn.Conv1d,
@@ -42,6 +56,8 @@ def is_layer(module: nn.Module) -> bool:
     """
     return float_class_of(module) in QUANTIZABLE_CLASSES
 
+
+_REUSED = "in one forward (reused)"
 
 Reuse = Literal["float", "quantize"]
 """What to do with a layer that one forward calls several times, or whose weight is shared."""
@@ -76,6 +92,70 @@ def model_facts(
     )
     modules = {name: type(module).__name__ for name, module in model.named_modules()}
     return ModelFacts(layers=layers, modules=modules)
+
+
+def warn_of_reused_layers(facts: ModelFacts) -> None:
+    """Warn once of all layers that stay float because one forward calls them several times."""
+    names = [repr(layer.name) for layer in facts.layers if (layer.reason or "").endswith(_REUSED)]
+    if names:
+        warn(
+            f"one forward calls {', '.join(names)} several times, so they stay float; "
+            'reused="quantize" quantizes them'
+        )
+
+
+def unbatched_layers(
+    model: nn.Module, example_inputs: Any, argument: str = "example_inputs"
+) -> frozenset[str]:
+    """Return the names of the convolutions whose input has no batch axis.
+
+    Args:
+        model: The float model; runs once, in eval mode, and is the same afterwards.
+        example_inputs: A tensor or a tuple of arguments.
+        argument: What the caller calls them, for the message.
+
+    Raises:
+        InputDataError: If the model cannot run on them.
+    """
+    found: set[nn.Module] = set()
+
+    def observe(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensor = args[0] if args else kwargs["input"]
+        if tensor.dim() < layer.weight.dim():
+            found.add(layer)
+
+    names = {layer: name for name, layer in model.named_modules() if _is_convolution(layer)}
+    modes = {module: module.training for module in model.modules()}
+    hooks = [layer.register_forward_pre_hook(observe, with_kwargs=True) for layer in names]
+    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    try:
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            model(*copy.deepcopy(inputs))
+    except Exception as error:  # whatever the user's forward raises
+        message = f"the model cannot run on {argument}: {type(error).__name__}: {error}"
+        raise InputDataError(message) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, mode in modes.items():
+            module.training = mode
+    return frozenset(names[layer] for layer in found)
+
+
+def without_unbatched(facts: ModelFacts, unbatched: Container[str]) -> ModelFacts:
+    """Exclude the convolutions whose input has no batch axis."""
+    layers = tuple(
+        replace(layer, reason="its input has no batch axis")
+        if layer.eligible and layer.name in unbatched
+        else layer
+        for layer in facts.layers
+    )
+    return replace(facts, layers=layers)
+
+
+def _is_convolution(module: nn.Module) -> bool:
+    return is_layer(module) and float_class_of(module).__name__ in CONV_TYPES
 
 
 def other_weights(model: nn.Module) -> tuple[LayerFacts, ...]:
@@ -164,5 +244,5 @@ def _use_reason(module: nn.Module, calls: int, owners: Counter[int]) -> str | No
     if calls == 0:
         return "it is never called in the traced forward"
     if calls > 1:
-        return f"it is called {calls} times in one forward (reused)"
+        return f"it is called {calls} times {_REUSED}"
     return None

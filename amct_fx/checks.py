@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.ao.quantization import FakeQuantizeBase
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
-from amct_fx.errors import ConfigError, ModelError, ModelStateError, ModelTypeError
+from amct_fx.errors import ConfigError, ModelError, ModelStateError, ModelTypeError, did_you_mean
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import QuantizedLayer
 
@@ -38,6 +39,9 @@ def check_float_model(model: object) -> None:
             message = f"{where} is already converted; give prepare_qat_amct the float model"
             raise ModelStateError(message)
         _refuse_wrapper(part, where)
+        if any(is_lazy(parameter) for parameter in part._parameters.values()):
+            message = f"{where} is lazy; run one forward pass before prepare_qat_amct"
+            raise ModelStateError(message)
 
 
 def check_prepared_model(model: object) -> None:
@@ -70,7 +74,10 @@ def check_finite_weights(model: nn.Module, names: Iterable[str]) -> None:
     """
     for name in names:
         for key, parameter in model.get_submodule(name).named_parameters():
-            if not bool(torch.isfinite(parameter).all()):
+            if parameter.is_complex():
+                message = f"{name}.{key} is complex; list the layer in quant_skip_layers"
+                raise ModelError(message)
+            if not parameter.is_meta and not bool(torch.isfinite(parameter).all()):
                 message = f"{name}.{key} holds NaN or Inf; load a sound checkpoint before preparing"
                 raise ModelError(message)
 
@@ -81,15 +88,34 @@ def check_supported(config: CompressionConfig) -> None:
     Raises:
         ConfigError: The configuration asks for pruning.
     """
-    blocks = [config.prune]
-    blocks += [layer_override.prune for layer_override in config.layer_overrides]
-    blocks += [type_override.prune for type_override in config.type_overrides]
-    if any(block is not None for block in blocks):
-        message = (
-            "the configuration asks for pruning, which this version cannot do yet; "
-            "remove its prune_config blocks"
-        )
-        raise ConfigError(message)
+    blocks = [config.prune, *(level.prune for level in config.overrides)]
+    for block in blocks:
+        if block is not None:
+            message = "this version cannot prune yet; remove the prune_config blocks"
+            raise block.source.error(message)
+
+
+def check_choices(**options: tuple[object, tuple[object, ...]]) -> None:
+    """Refuse values of options that have a fixed set.
+
+    Args:
+        options: By name the value and the values there are.
+
+    Raises:
+        ConfigError: Names the option, the value, and what is allowed.
+
+    Example:
+        >>> check_choices(reused=("quantise", ("float", "quantize")))
+        Traceback (most recent call last):
+        amct_fx.errors.ConfigError: reused must be 'float' or 'quantize', not 'quantise'; did you \
+mean 'quantize'?
+    """
+    for name, (value, choices) in options.items():
+        if value not in choices:
+            close = did_you_mean(str(value), [str(choice) for choice in choices])
+            allowed = " or ".join(map(repr, choices))
+            message = f"{name} must be {allowed}, not {value!r}{close}"
+            raise ConfigError(message)
 
 
 def _as_module(model: object) -> nn.Module:
@@ -102,12 +128,10 @@ def _as_module(model: object) -> nn.Module:
 def _refuse_wrapper(
     part: nn.Module, where: str, *, advice: str = "prepare first, then wrap"
 ) -> None:
-    if isinstance(part, DistributedDataParallel):
-        how = f"{advice}: pass model.module, then DistributedDataParallel(prepared)"
-    elif isinstance(part, DataParallel):
+    if isinstance(part, (DistributedDataParallel, DataParallel)):
         how = f"{advice}: pass model.module"
     elif hasattr(part, "_orig_mod"):
-        how = f"{advice}: pass model._orig_mod, then torch.compile(prepared)"
+        how = f"{advice}: pass model._orig_mod"
     elif isinstance(part, torch.jit.ScriptModule):
         how = "pass the Python module it was scripted or traced from"
     else:

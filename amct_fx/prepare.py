@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch.ao.quantization import QConfig, QConfigMapping
 
-from amct_fx.backend_config import Reuse, is_layer, model_facts, other_weights
-from amct_fx.checks import check_finite_weights, check_float_model, check_supported
+from amct_fx.backend_config import (
+    Reuse,
+    is_layer,
+    model_facts,
+    other_weights,
+    unbatched_layers,
+    warn_of_reused_layers,
+    without_unbatched,
+)
+from amct_fx.checks import check_choices, check_finite_weights, check_float_model, check_supported
 from amct_fx.config import CompressionConfig, ModelFacts, load_config, resolve
 from amct_fx.copying import copy_model
 from amct_fx.distributed import RangeMerger, RangeMergeRule
@@ -111,11 +119,17 @@ def prepare_qat_amct(
         torch.Size([2, 4, 4, 4])
     """
     check_float_model(model)
+    check_choices(
+        fixed_min_rule=(fixed_min_rule, ("relu", "nonnegative")),
+        reused=(reused, ("float", "quantize")),
+        range_merge=(range_merge, ("mean", "max")),
+    )
     config = None
     if not isinstance(cfg, QConfigMapping):
         config = load_config(cfg, dialect=dialect, name_map=name_map)
         check_supported(config)
     prepared = model if inplace else copy_model(model)
+    unbatched = unbatched_layers(prepared, example_inputs) if example_inputs is not None else ()
     captured = capture(
         prepared, is_layer, example_inputs=example_inputs, strict=strict, functional=functional
     )
@@ -127,6 +141,8 @@ def prepare_qat_amct(
             model_facts(prepared, captured, reused, functional=functional),
             other_weights(prepared),
         )
+        if example_inputs is not None:
+            facts = without_unbatched(facts, unbatched)
         if config is not None:
             resolution = resolve(
                 config, facts, linear_channel_wise=linear_channel_wise, dialect=dialect
@@ -138,6 +154,7 @@ def prepare_qat_amct(
         check_tied_weights(prepared, qconfigs)
         undo.pop_all()
 
+    warn_of_reused_layers(facts)
     weights = WeightQuantizers()
     for region in captured.regions:
         quantize_region(region, qconfigs, fixed_min_rule, weights)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.ao.quantization import QConfig, QConfigMapping
 
 from amct_fx.backend_config import Reuse, is_layer, model_facts
-from amct_fx.checks import check_supported
+from amct_fx.checks import check_float_model, check_supported
 from amct_fx.config import (
     ActivationConfig,
     CompressionConfig,
@@ -76,6 +76,7 @@ def get_qconfig_mapping(
         >>> [(name, qconfig is not None) for name, qconfig in mapping.module_name_qconfigs.items()]
         [('0', False), ('2', True)]
     """
+    check_float_model(model)
     config = load_config(cfg, dialect=dialect, name_map=name_map)
     check_supported(config)
     traced = copy_model(model)

@@ -384,3 +384,17 @@ def test_reused_and_tied_layers_convert():
     assert type(converted.norm) is nn.Identity
     assert isinstance(converted.head, quantized.Conv2d)
     assert_close(converted, prepared, example())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_cast_converted_model_keeps_its_scales_in_float32(dtype):
+    converted = convert_amct(trained(Net(), example()))
+    scale = converted.stem.input_quantize.scale.clone()
+    expected = converted(example())
+    cast = copy.deepcopy(converted).to(dtype)
+    assert torch.equal(cast.stem.input_quantize.scale, scale)
+    assert cast.left.weight_scale.dtype == torch.float32
+    assert cast.left.weight.dtype == dtype
+    output = cast(example().to(dtype))
+    assert output.dtype == dtype
+    assert (output.float() - expected).abs().max() <= 0.05 * expected.abs().max()

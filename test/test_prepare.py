@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.fx
 import torch.nn.functional as F
 import torch.nn.utils.prune
 from torch import Tensor, nn
@@ -285,6 +287,7 @@ def test_the_fast_path_of_transformer_layers_does_not_bypass_the_quantizers():
     assert prepared.encoder.layers[1].linear2.input_fake_quant.is_calibrated
 
 
+@pytest.mark.filterwarnings("ignore:one forward calls:amct_fx.AmctWarning")
 def test_layers_left_out_are_reported_with_the_reason():
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -383,6 +386,7 @@ def test_a_single_layer_can_be_the_model(x):
     assert torch.isfinite(prepared(x)).all()
 
 
+@pytest.mark.filterwarnings("ignore:one forward calls:amct_fx.AmctWarning")
 def test_reused_and_tied_layers_stay_float_by_default():
     rows = {row.name: row for row in summarize(prepare_qat_amct(Pyramid())).rows}
     assert [name for name, row in rows.items() if row.state == "qat"] == ["stem", "down"]
@@ -453,7 +457,7 @@ def test_quantizers_of_torch_are_refused_by_name():
 
 
 def test_a_mapping_swallows_no_pruning():
-    with pytest.raises(ValueError, match="pruning"):
+    with pytest.raises(ValueError, match="cannot prune yet"):
         get_qconfig_mapping("prune_config { n_out_of_m_pruner { l1_selective_prune { } } }", Net())
 
 
@@ -499,3 +503,65 @@ def test_every_layer_reads_its_own_input_on_the_grid_of_its_quantizer(network):
             assert (codes - codes.round()).abs().max() < 1e-3, name
             assert codes.min() >= -128.01
             assert codes.max() <= 127.01
+
+
+def test_a_graph_module_is_taken_with_its_graph(x):
+    graph_module = torch.fx.symbolic_trace(Net())
+    expected = graph_module.eval()(x)
+    prepared = prepare_qat_amct(graph_module)
+    assert [row.state for row in summarize(prepared).rows] == ["qat"] * 4
+    prepared(x)
+    clone = copy.deepcopy(prepared)
+    assert torch.equal(clone(x), prepared(x))
+    converted = convert_amct(prepared)
+    assert type(converted.bn) is nn.Identity
+    assert torch.isfinite(converted(x)).all()
+    prepared.apply(disable_fake_quant)
+    assert torch.allclose(prepared(x), expected)
+    assert isinstance(graph_module, torch.fx.GraphModule)
+
+
+def test_reused_layers_are_warned_about_once():
+    with pytest.warns(AmctWarning, match=r"one forward calls 'head' several times") as caught:
+        prepare_qat_amct(Pyramid())
+    assert len(caught) == 1
+
+
+def test_an_unbatched_convolution_is_left_out_where_example_inputs_show_it(x):
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten(), nn.Linear(64, 2))
+    rows = summarize(prepare_qat_amct(model, example_inputs=x[0])).rows
+    assert rows[0].reason == "its input has no batch axis"
+    assert rows[1].state == "qat"
+    rows = summarize(prepare_qat_amct(nn.Sequential(nn.Conv2d(3, 4, 1)), example_inputs=(x,))).rows
+    assert rows[0].state == "qat"
+
+
+def test_example_inputs_the_model_cannot_take_are_refused(x):
+    with pytest.raises(RuntimeError, match="cannot run on example_inputs"):
+        prepare_qat_amct(Net(), example_inputs=x[:, :2])
+
+
+def test_example_inputs_and_dataclass_outputs_go_together(x):
+    prepared = prepare_qat_amct(Returning(), example_inputs=x)
+    assert not summarize(prepared).islands
+    assert isinstance(prepared(x), Pair)
+
+
+@dataclass
+class Pair:
+    """Two tensors."""
+
+    first: Tensor
+    second: Tensor
+
+
+class Returning(nn.Module):
+    """Returns a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> Pair:
+        y = self.conv(x)
+        return Pair(y, y + 1)

@@ -175,6 +175,9 @@ class _Walk:
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             self.visit_children(module, name)
             return
+        if isinstance(module, fx.GraphModule):
+            self._adopt_graph(module, name)
+            return
         tracer = IslandTracer(self._is_layer)
         refusal = tracer.trace_or_explain(module)
         if refusal is not None:
@@ -184,6 +187,21 @@ class _Walk:
         self.found.regions.append(region)
         for path, refusal in tracer.islands.items():
             self._add_island(module.get_submodule(path), region.full_name(path), refusal)
+
+    def _adopt_graph(self, module: fx.GraphModule, name: str) -> None:
+        """Take the graph of an ``fx.GraphModule`` as it is; what it calls whole is an island."""
+        region = Region(name, module, copy.deepcopy(module.graph))
+        self.found.regions.append(region)
+        for node in region.graph.nodes:
+            node.type = None
+            inner = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+            if inner is None or self._is_layer(inner) or inner in self._seen:
+                continue
+            if any(self._is_layer(part) for part in inner.modules()):
+                self._seen.add(inner)
+                reason = "the fx graph of the model calls it as one operation"
+                refusal = Refusal(type(inner).__name__, reason)
+                self._add_island(inner, region.full_name(str(node.target)), refusal)
 
     def _add_island(self, module: nn.Module, name: str, refusal: Refusal) -> None:
         holds_layers = any(self._is_layer(part) for part in module.modules())

@@ -19,7 +19,7 @@ from torch import fx, nn
 from amct_fx.graph.guards import Unregistered
 from amct_fx.graph.serialize import GraphRecord, graph_from_record, graph_to_record
 
-__all__ = ["GraphForward", "fx_graph_of", "install_graph", "regions"]
+__all__ = ["GraphForward", "PlainModule", "fx_graph_of", "install_graph", "regions"]
 
 
 _GENERATED = ("_fx_graph", "_original_class")
@@ -54,13 +54,27 @@ def install_graph(module: nn.Module, graph: fx.Graph) -> None:
         module: Owner of every module, parameter and buffer that the graph names.
         graph: The graph to run; checked with ``graph.lint()``.
     """
-    original = module._original_class if isinstance(module, GraphForward) else type(module)
+    original = _class_under(module)
     graph.lint()
     generated = fx.GraphModule(_without_graph(module), graph)
     module.__class__ = _graph_class(original, type(generated).forward)
     module.__dict__["_original_class"] = original
     module.__dict__["_fx_graph"] = generated.graph
     generated.graph.owning_module = None
+
+
+class PlainModule(nn.Module):
+    """What an ``fx.GraphModule`` becomes: it has no class of the user's to keep."""
+
+
+def _class_under(module: nn.Module) -> type[nn.Module]:
+    """Return the class that the generated one is to extend."""
+    if isinstance(module, GraphForward):
+        return module._original_class
+    if isinstance(module, fx.GraphModule):
+        module.__dict__.pop("_graph", None)
+        return PlainModule
+    return type(module)
 
 
 def fx_graph_of(module: nn.Module) -> fx.Graph:

@@ -184,8 +184,8 @@ def _bias_codes(bias: Tensor | None, bias_scale: Tensor | None, name: str) -> Te
         message = (
             f"{name}: the bias of output channel {worst}, {float(bias[worst]):.6g}, does not fit "
             f"into int32 at step {float(bias_scale[worst]):.6g} (input scale times weight scale); "
-            "the channel's weights are almost zero: train on, prune it, or list the layer in "
-            "quant_skip_layers"
+            "the bias is too large for the channel's small weights, or has diverged: train on, or "
+            "list the layer in quant_skip_layers"
         )
         raise ConvertError(message)
     return codes.to(torch.int32)

@@ -5,7 +5,7 @@ Source: spec/deploy.md section 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,7 +29,24 @@ if TYPE_CHECKING:
 __all__ = ["Dequantize", "IntegerWeight", "Quantize", "QuantizedLayer"]
 
 
-class _TensorQParams(nn.Module):
+class _KeepsScales(nn.Module):
+    """Keeps scales in float32 when the model is cast; what the layer returns follows the cast."""
+
+    dtype: torch.dtype
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        if hasattr(self, "dtype"):
+            self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        return super()._apply(keep_dtype, recurse=False)  # type: ignore[no-untyped-call]
+
+
+class _TensorQParams(_KeepsScales):
     """Holder of the scale and zero point of one tensor.
 
     Exporters need them as numbers, and reading a tensor there is not allowed: the numbers are kept
@@ -115,8 +132,12 @@ class Quantize(_TensorQParams):
         dtypes = {8: torch.int8, 16: torch.int16}
         finite = bool(torch.isfinite(scale).all())
         if bits not in dtypes or not finite:
-            what = f"{bits}-bit activations have no type" if finite else "its range is not finite"
-            message = f"{name}: {what}; choose INT8 or INT16"
+            message = (
+                f"{name}: {bits}-bit activations have no integer type; choose INT8 or INT16"
+                if finite
+                else f"{name}: the range of its input is not finite; the training has diverged: "
+                "lower the learning rate, or load an earlier checkpoint"
+            )
             raise ConvertError(message)
         force_fp16 = getattr(fake_quant, "force_fp16", False)
         return cls(scale.reshape(()), zero_point.reshape(()), dtypes[bits], force_fp16=force_fp16)
@@ -174,7 +195,7 @@ class _Layout:
     scale_value: float | None = None
 
 
-class QuantizedLayer(nn.Module):
+class QuantizedLayer(_KeepsScales):
     """What all converted layers share: integer buffers, and where the input is quantized.
 
     Attributes:
