@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import amct_fx
-from amct_fx import AmctError, convert_amct, prepare_qat_amct
+from amct_fx import AmctError, convert_amct, errors, prepare_qat_amct
 
 
 class Net(nn.Module):
@@ -214,5 +214,49 @@ def test_a_failed_convert_leaves_the_model_as_it_was(x):
 
 
 def test_every_exception_is_exported():
-    for name in ("ConfigError", "ModelError", "CalibrationError", "ConvertError"):
-        assert issubclass(getattr(amct_fx, name), AmctError)
+    for name in errors.__all__:
+        if name.endswith("Error"):
+            assert issubclass(getattr(amct_fx, name), AmctError)
+            assert getattr(amct_fx, name) is getattr(errors, name)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reused": "quantise"}, "reused must be.*did you mean 'quantize'"),
+        ({"fixed_min_rule": "bogus"}, "fixed_min_rule must be 'relu' or 'nonnegative'"),
+        ({"range_merge": "median"}, "range_merge must be 'mean' or 'max'"),
+        ({"dialect": "tensorflow"}, "dialect"),
+    ],
+)
+def test_a_wrong_option_is_explained(options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        prepare_qat_amct(Net(), **options)
+    assert isinstance(error.value, AmctError)
+
+
+def test_lazy_layers_are_refused():
+    with pytest.raises(RuntimeError, match="layer '0' is lazy; run one forward"):
+        prepare_qat_amct(nn.Sequential(nn.LazyLinear(4)))
+
+
+def test_complex_weights_are_refused():
+    with pytest.raises(ValueError, match=r"0\.weight is complex"):
+        prepare_qat_amct(nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64)))
+
+
+def test_pruning_is_refused_with_its_line():
+    cfg = "# pruning\nprune_config { n_out_of_m_pruner { l1_selective_prune { } } }"
+    with pytest.raises(ValueError, match=r"2:1.*cannot prune yet"):
+        prepare_qat_amct(Net(), cfg)
+
+
+def test_a_distributed_wrapper_is_refused(tmp_path):
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(Net())
+        with pytest.raises(RuntimeError, match=r"DistributedDataParallel; .*model\.module"):
+            prepare_qat_amct(wrapped)
+    finally:
+        torch.distributed.destroy_process_group()

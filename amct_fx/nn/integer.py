@@ -14,11 +14,10 @@ from amct_fx.errors import ConvertError
 from amct_fx.nn.geometry import weight_geometry
 from amct_fx.nn.precision import truncate_to_19_bits
 from amct_fx.nn.quantized_layer import IntegerWeight
-from amct_fx.observers.functional import to_output_major
+from amct_fx.observers.functional import EPS, to_output_major
 
 __all__ = ["BatchNormAffine", "batch_norm_affine", "integer_weight"]
 
-_EPS = 1.192092896e-7
 _DEAD_BIAS_CODE = 2.0**20
 """Code that represents the bias of a dead channel: fine enough for 1e-6, small enough for int32."""
 
@@ -152,7 +151,7 @@ def _follow_sign(codes: Tensor, factor: Tensor, scale: Tensor, num_bits: int) ->
 
     The codes stay the trained ones: rounding the folded weight anew would only add flips at ties.
     """
-    sign = torch.where(scale < _EPS, 0.0, torch.sign(factor))
+    sign = torch.where(scale < EPS, 0.0, torch.sign(factor))
     signed = codes * sign.reshape(-1, *[1] * (codes.dim() - 1))
     return signed.clamp_(max=2 ** (num_bits - 1) - 1)
 
