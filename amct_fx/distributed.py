@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from amct_fx._compat import is_exporting
 from amct_fx.config.messages import listing
 from amct_fx.errors import ModelStateError
 from amct_fx.observers import ULQFakeQuantize, ULQWeightFakeQuantize
@@ -238,7 +239,7 @@ def _several_ranks() -> bool:
 
 def _outside_of_graphs(method: Callable[[nn.Module], None], model: nn.Module) -> None:
     """Call ``method(model)``; ``torch.compile`` breaks its graph here, an export leaves it out."""
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return
     if torch.compiler.is_compiling():
         method = torch.compiler.disable(method)

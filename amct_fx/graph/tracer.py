@@ -136,7 +136,7 @@ class IslandTracer(fx.Tracer):
             return super().call_module(m, forward, args, kwargs)
         refusal = _refuse_before_tracing(m, self._is_layer)
         if refusal is None:
-            last = next(reversed(self.graph.nodes), None)
+            last = next(iter(reversed(self.graph.nodes)), None)
             stack = list(self.module_stack.items())
             state = State(m)
             try:

@@ -15,6 +15,8 @@ import torch
 import torch.ao.quantization.fx._decomposed
 from torch import Tensor
 
+from amct_fx._compat import is_exporting
+
 __all__ = [
     "QParams",
     "cast",
@@ -44,7 +46,7 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _exporting() -> bool:
-    exporting: bool = torch.onnx.is_in_onnx_export() or torch.compiler.is_exporting()
+    exporting: bool = torch.onnx.is_in_onnx_export() or is_exporting()
     return exporting
 
 
@@ -150,4 +152,9 @@ class _DequantizePerChannel(torch.autograd.Function):
 
     @staticmethod
     def symbolic(g: Any, codes: Any, scale: Any, axis: int) -> Any:
-        return g.op("DequantizeLinear", codes, scale, axis_i=axis)
+        dtype = codes.type().dtype()
+        if dtype == torch.int32:
+            return g.op("DequantizeLinear", codes, scale, axis_i=axis)
+        # May be left out, but then onnxruntime before 1.28 takes int8 codes for uint8.
+        zeros = g.op("Constant", value_t=torch.zeros(scale.type().sizes(), dtype=dtype))
+        return g.op("DequantizeLinear", codes, scale, zeros, axis_i=axis)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ class QATLayer(nn.Module):
     """A float layer with a fake-quantized input and fake-quantized weights.
 
     Attributes:
-        weight_quantizers: The attribute of each weight's fake-quantizer, by the weight's name.
+        weight_names: The parameters that are quantized as weights.
         reads_float_input: Whether ``forward`` also takes the unquantized input, as
             ``float_input``, where the quantizer of the input stands in front of the layer.
         input_fake_quant: Fake-quantizer of the input, on the layer that owns it.
@@ -39,9 +38,7 @@ class QATLayer(nn.Module):
     """
 
     float_class: ClassVar[type[nn.Module]]
-    weight_quantizers: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {"weight": "weight_fake_quant"}
-    )
+    weight_names: ClassVar[tuple[str, ...]] = ("weight",)
     reads_float_input: ClassVar[bool] = False
     weight: Any
     bias: Any
@@ -119,6 +116,12 @@ class QATLayer(nn.Module):
     def share_input_quantizer(self, owner: QATLayer) -> None:
         """Use the input quantizer of another layer that reads the same tensor."""
         self._input_owner = (owner,)  # a tuple, so that the owner is no sub-module
+
+    @property
+    def weight_quantizers(self) -> dict[str, str]:
+        """The attribute of each weight's fake-quantizer, by the weight's name."""
+        # Not a constant of the class: those the tracer of PyTorch 2.7 reads only when plain.
+        return {name: f"{name.removesuffix('_l0')}_fake_quant" for name in self.weight_names}
 
     @property
     def input_quantizer(self) -> FakeQuantizeBase:
@@ -203,7 +206,7 @@ class QATLayer(nn.Module):
         return converted
 
     def _first_weight(self) -> Tensor:
-        weight: Tensor = getattr(self, next(iter(self.weight_quantizers)))
+        weight: Tensor = getattr(self, self.weight_names[0])
         return weight
 
     def extra_repr(self) -> str:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from amct_fx._compat import forget_autocast_copies, is_exporting
 from amct_fx.errors import ModelError
 from amct_fx.nn.qat_layer import QATLayer
 from amct_fx.nn.quantized import Quantize
@@ -48,9 +48,7 @@ class RecurrentLayer(QATLayer):
         weight_hh_fake_quant: Fake-quantizer of ``weight_hh_l0``, ``[4H, H]`` (GRU ``[3H, H]``).
     """
 
-    weight_quantizers = MappingProxyType(
-        {"weight_ih_l0": "weight_ih_fake_quant", "weight_hh_l0": "weight_hh_fake_quant"}
-    )
+    weight_names = ("weight_ih_l0", "weight_hh_l0")
     reads_float_input = True
     hidden_fake_quant: FakeQuantizeBase
 
@@ -115,7 +113,7 @@ class RecurrentLayer(QATLayer):
         layer: Any = self
         check_input(layer, input, getattr(self.hidden_fake_quant, "layer_name", ""))
         quantize_hidden = self._hidden_quantizer(input if float_input is None else float_input, hx)
-        gates = self._gates(self.quantized_weight(name) for name in self.weight_quantizers)
+        gates = self._gates(self.quantized_weight(name) for name in self.weight_names)
         input = self.quantized_input(input, quantized)
         return run_recurrent(layer, input, hx, gates, quantize_hidden)
 
@@ -143,7 +141,7 @@ class RecurrentLayer(QATLayer):
         if not isinstance(fake_quant, ULQFakeQuantize) or fake_quant.is_calibrated:
             return fake_quant
         calibrate = self._calibrate
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        if torch.compiler.is_compiling() and not is_exporting():
             calibrate = torch.compiler.disable(calibrate)
         calibrate(input, hx)
         return functools.partial(_quantize_after_calibrating, fake_quant)
@@ -158,9 +156,10 @@ class RecurrentLayer(QATLayer):
             states.append(h)
             return h
 
-        gates = self._gates(getattr(layer, name) for name in self.weight_quantizers)
+        gates = self._gates(getattr(layer, name) for name in self.weight_names)
         run_recurrent(layer, input, hx, gates, keep)
         self.hidden_fake_quant(torch.stack(states))
+        forget_autocast_copies()
 
     def _gates(self, weights: Iterable[Tensor]) -> Gates:
         biases = (getattr(self, name, None) for name in ("bias_ih_l0", "bias_hh_l0"))

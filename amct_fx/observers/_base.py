@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.ao.quantization import FakeQuantizeBase
 
+from amct_fx._compat import is_exporting
 from amct_fx.errors import AmctWarning, ModelStateError
 from amct_fx.observers._checks import check_floating, check_keywords, check_num_bits
 
@@ -181,7 +182,7 @@ class AmctFakeQuantize(KeywordChecked, FakeQuantizeBase):
 
     def _forward_uncalibrated(self, x: Tensor) -> Tensor:
         """Run a forward while the range is not known; it reads the device, so never compiled."""
-        if torch.compiler.is_exporting():
+        if is_exporting():
             message = (
                 f"{self._label()}the range is not calibrated; run calibration batches through the "
                 "model before exporting it"

@@ -683,7 +683,7 @@ def export(model: nn.Module, args: tuple[Tensor, ...], path: Path, *, dynamo: bo
     """Export with a free batch size; the file must be valid and hold each weight once."""
     names = ["x", "h"][: len(args)]
     if dynamo:
-        batch = torch.export.Dim("batch")
+        batch = torch.export.Dim("batch", max=1024)
         shapes: dict[str, Any] = {"dynamic_shapes": ({0: batch}, {1: batch})[: len(args)]}
     else:
         shapes = {"dynamic_axes": {"x": {0: "batch"}, "h": {1: "batch"}}}

@@ -1,0 +1,42 @@
+"""Where versions of PyTorch differ; the rest of the package knows one interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["forget_autocast_copies", "is_exporting"]
+
+
+def forget_autocast_copies() -> None:
+    """Let autocast cast the parameters anew; for the end of a ``no_grad`` part of a forward.
+
+    Autocast keeps its copies of parameters until its block ends. In PyTorch 2.6 and 2.7 a copy made
+    under ``no_grad`` is used again where gradients are recorded, and cuts the parameter off.
+    """
+    torch.clear_autocast_cache()
+
+
+def _is_exporting_before_2_7() -> bool:
+    """Stand in for ``torch.compiler.is_exporting``, new in 2.7.
+
+    PyTorch 2.6 sets the flag of ``torch.compiler.is_compiling`` while it exports with
+    ``strict=False``; the tracer behind ``strict=True`` answers for itself.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return _dynamo_exports()
+    return torch.compiler.is_compiling()
+
+
+def _dynamo_exports() -> bool:
+    """Say whether the graph that is being traced is for ``torch.export``."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return bool(InstructionTranslator.current_tx().export)
+
+
+# What torch._dynamo.assume_constant_result does: the tracer calls it instead of tracing into it.
+_dynamo_exports._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", _is_exporting_before_2_7)
