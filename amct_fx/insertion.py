@@ -11,6 +11,7 @@ from torch import nn
 
 from amct_fx.errors import ConfigError
 from amct_fx.graph import (
+    Capture,
     FixedMinRule,
     Region,
     initial_hidden_state,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from torch import fx
     from torch.ao.quantization import FakeQuantizeBase, QConfig
 
-__all__ = ["WeightQuantizers", "check_tied_weights", "quantize_island_layer", "quantize_region"]
+__all__ = ["check_tied_weights", "insert_quantizers"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,28 @@ class _Consumer:
     layer: QATLayer
     name: str
     calls: list[fx.Node]
+
+
+def insert_quantizers(
+    model: nn.Module,
+    captured: Capture,
+    qconfigs: Mapping[str, QConfig],
+    fixed_min_rule: FixedMinRule,
+) -> None:
+    """Make every chosen layer quantization-aware, in traced parts and in islands.
+
+    Args:
+        model: The model; changed in place.
+        captured: Its traced parts and the layers that islands call.
+        qconfigs: The QConfig of every layer to quantize, by name.
+        fixed_min_rule: Decides an automatic ``fixed_min``.
+    """
+    weights = WeightQuantizers()
+    for region in captured.regions:
+        quantize_region(region, qconfigs, fixed_min_rule, weights)
+    for name in captured.island_leaves:
+        if name in qconfigs:
+            quantize_island_layer(model.get_submodule(name), name, qconfigs[name], weights)
 
 
 def quantize_region(

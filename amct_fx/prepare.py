@@ -9,32 +9,19 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from torch.ao.quantization import QConfig, QConfigMapping
 
-from amct_fx.backend_config import (
-    Reuse,
-    is_layer,
-    model_facts,
-    other_weights,
-    unbatched_layers,
-    warn_of_reused_layers,
-    without_unbatched,
-)
-from amct_fx.checks import check_choices, check_finite_weights, check_float_model, check_supported
+from amct_fx.backend_config import Reuse, warn_of_reused_layers
+from amct_fx.checks import check_finite_weights, check_float_model, check_supported
 from amct_fx.config import CompressionConfig, ModelFacts, load_config, resolve
 from amct_fx.copying import copy_model
+from amct_fx.discovery import PrepareOptions, discovered
 from amct_fx.distributed import RangeMerger, RangeMergeRule
 from amct_fx.errors import ModelError
-from amct_fx.graph import FixedMinRule, capture, lift_functional_layers
-from amct_fx.insertion import (
-    WeightQuantizers,
-    check_tied_weights,
-    quantize_island_layer,
-    quantize_region,
-)
+from amct_fx.insertion import check_tied_weights, insert_quantizers
 from amct_fx.nn.fused import disable_fused_paths
 from amct_fx.qconfig import (
     calibration_forwards,
@@ -47,6 +34,8 @@ from amct_fx.report.preparation import Preparation, Recipe, record_preparation
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from amct_fx.graph import FixedMinRule
 
 __all__ = ["prepare_qat_amct"]
 
@@ -80,9 +69,9 @@ def prepare_qat_amct(
         model: A float model in any mode, on any device; not wrapped in DDP or ``torch.compile``.
         cfg: Path or text of a ``.cfg`` or of AMCT's JSON, a dict, a :class:`CompressionConfig`, a
             ``QConfigMapping``, or ``None`` for AMCT's defaults: INT8 everywhere, learned ranges.
-        example_inputs: Optional; when given, the traced model is compared with the original on
-        them,
-            and what tracing would have changed stays Python code.
+        example_inputs: A tensor or a tuple of arguments; optional. The model runs on them once, in
+            eval mode: convolutions without a batch axis are left out, and a wholly traced model
+            whose graph computes something else stays Python code.
         inplace: Change ``model`` itself. It is still unchanged if an error is raised.
         fixed_min_rule: When an input range starts at 0, if the configuration does not say:
             ``"relu"`` behind a ReLU (as AMCT), ``"nonnegative"`` wherever no value can be negative.
@@ -119,58 +108,30 @@ def prepare_qat_amct(
         torch.Size([2, 4, 4, 4])
     """
     check_float_model(model)
-    check_choices(
-        fixed_min_rule=(fixed_min_rule, ("relu", "nonnegative")),
-        reused=(reused, ("float", "quantize")),
-        range_merge=(range_merge, ("mean", "max")),
-    )
+    options = PrepareOptions(fixed_min_rule, linear_channel_wise, reused, functional, range_merge)
     config = None
     if not isinstance(cfg, QConfigMapping):
         config = load_config(cfg, dialect=dialect, name_map=name_map)
         check_supported(config)
     prepared = model if inplace else copy_model(model)
-    unbatched = unbatched_layers(prepared, example_inputs) if example_inputs is not None else ()
-    captured = capture(
-        prepared, is_layer, example_inputs=example_inputs, strict=strict, functional=functional
-    )
-    with ExitStack() as undo:
-        for region in captured.regions if functional else ():
-            for name in lift_functional_layers(region):
-                undo.callback(delattr, region.module, name)
-        facts, others = (
-            model_facts(prepared, captured, reused, functional=functional),
-            other_weights(prepared),
-        )
-        if example_inputs is not None:
-            facts = without_unbatched(facts, unbatched)
+    with discovered(prepared, options, example_inputs, strict=strict) as found:
         if config is not None:
             resolution = resolve(
-                config, facts, linear_channel_wise=linear_channel_wise, dialect=dialect
+                config, found.facts, linear_channel_wise=linear_channel_wise, dialect=dialect
             )
             cfg = qconfig_mapping_from_resolution(resolution, prepared)
         assert isinstance(cfg, QConfigMapping)
-        qconfigs = _qconfigs_by_layer(prepared, facts, cfg)
+        qconfigs = _qconfigs_by_layer(prepared, found.facts, cfg)
         check_finite_weights(prepared, qconfigs)
         check_tied_weights(prepared, qconfigs)
-        undo.pop_all()
 
-    warn_of_reused_layers(facts)
-    weights = WeightQuantizers()
-    for region in captured.regions:
-        quantize_region(region, qconfigs, fixed_min_rule, weights)
-    for name in captured.island_leaves:
-        if name in qconfigs:
-            quantize_island_layer(prepared.get_submodule(name), name, qconfigs[name], weights)
+    warn_of_reused_layers(found.facts)
+    insert_quantizers(prepared, found.captured, qconfigs, fixed_min_rule)
     disable_fused_paths(prepared)
     RangeMerger(calibration_forwards(qconfigs.values()), range_merge).attach(prepared)
-    options = {
-        "fixed_min_rule": fixed_min_rule,
-        "linear_channel_wise": linear_channel_wise,
-        "reused": reused,
-        "functional": functional,
-        "range_merge": range_merge,
-    }
-    preparation = Preparation.of(facts, others, qconfigs, captured, Recipe(config, options))
+    preparation = Preparation.of(
+        found.facts, found.others, qconfigs, found.captured, Recipe(config, asdict(options))
+    )
     record_preparation(prepared, preparation)
     logger.info("%s", preparation.headline)
     return prepared

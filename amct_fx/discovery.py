@@ -1,0 +1,101 @@
+"""What prepare finds in a model before it decides anything: traced parts, layers, reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from amct_fx.backend_config import (
+    Reuse,
+    is_layer,
+    model_facts,
+    other_weights,
+    unbatched_layers,
+    without_unbatched,
+)
+from amct_fx.checks import check_choices
+from amct_fx.graph import Capture, FixedMinRule, capture, lift_functional_layers
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from amct_fx.config import LayerFacts, ModelFacts
+    from amct_fx.distributed import RangeMergeRule
+
+__all__ = ["Discovery", "PrepareOptions", "discovered"]
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """The keyword arguments of prepare that decide what the model becomes.
+
+    A checkpoint keeps them beside the configuration. See :func:`amct_fx.prepare_qat_amct`.
+
+    Raises:
+        ConfigError: For a value that an option does not have.
+    """
+
+    fixed_min_rule: FixedMinRule = "relu"
+    linear_channel_wise: bool = False
+    reused: Reuse = "float"
+    functional: bool = False
+    range_merge: RangeMergeRule = "mean"
+
+    def __post_init__(self) -> None:
+        """Check the options that have a fixed set of values."""
+        check_choices(
+            fixed_min_rule=(self.fixed_min_rule, ("relu", "nonnegative")),
+            reused=(self.reused, ("float", "quantize")),
+            range_merge=(self.range_merge, ("mean", "max")),
+        )
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """Everything a decision needs.
+
+    Attributes:
+        captured: Traced parts and islands.
+        facts: All layers of quantizable types, with the reason where one must stay float.
+        others: Modules of other types that own weight matrices.
+    """
+
+    captured: Capture
+    facts: ModelFacts
+    others: tuple[LayerFacts, ...]
+
+
+@contextmanager
+def discovered(
+    model: nn.Module, options: PrepareOptions, example_inputs: Any = None, *, strict: bool = False
+) -> Iterator[Discovery]:
+    """Look through ``model``; if the body raises, the model is as it was before.
+
+    Args:
+        model: The float model. With ``options.functional`` it gets a module for each functional
+            layer.
+        options: Decide what counts as a layer.
+        example_inputs: A tensor or a tuple of arguments, or ``None``.
+        strict: Refuse parts that cannot be traced.
+
+    Yields:
+        What was found.
+    """
+    given = example_inputs is not None
+    unbatched = unbatched_layers(model, example_inputs) if given else frozenset()
+    captured = capture(
+        model,
+        is_layer,
+        example_inputs=example_inputs,
+        strict=strict,
+        functional=options.functional,
+    )
+    with ExitStack() as undo:
+        for region in captured.regions if options.functional else ():
+            for name in lift_functional_layers(region):
+                undo.callback(delattr, region.module, name)
+        facts = model_facts(model, captured, options.reused, functional=options.functional)
+        yield Discovery(captured, without_unbatched(facts, unbatched), other_weights(model))
+        undo.pop_all()
