@@ -179,9 +179,9 @@ def test_bad_input_raises_what_a_caller_of_amct_expects(
 def test_the_facts_of_these_tests_are_those_of_the_real_networks(name: str) -> None:
     from amct_fx.backend_config import is_layer, model_facts
     from amct_fx.graph import capture
-    from test.golden.models import NETWORKS as MODULES
+    from test.golden import networks
 
-    network = MODULES[name]()
+    network = getattr(networks, name)()
     found = model_facts(network, capture(network, is_layer)).layers
     expected = NETWORKS[name].layers
     assert [(layer.name, layer.layer_type) for layer in found] == [

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .models import NETWORKS
+from . import networks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -173,7 +173,7 @@ class Run:
 
     def build(self) -> torch.nn.Module:
         """Return the float network with the start weights, in training mode."""
-        network = NETWORKS[self.network]()
+        network: torch.nn.Module = getattr(networks, self.network)()
         network.load_state_dict(dict(self.start))
         return network.train()
 
