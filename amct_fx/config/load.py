@@ -92,8 +92,8 @@ def _from_mapping(
     value: Mapping[str, Any], dialect: str, *, text: str = "", file: str | None = None
 ) -> CompressionConfig:
     """Read a dict: that of a JSON file, or one with the fields of a ``.cfg`` file."""
-    from_file = bool(text) or file is not None
-    if "version" in value or (from_file and not value) or not set(value) <= set(ROOT_FIELDS):
+    empty_file = file is not None and not value  # AMCT's JSON that lists no layer
+    if "version" in value or empty_file or not set(value) <= set(ROOT_FIELDS):
         return parse_json_config(value, text=text, file=file)
     try:
         return parse_cfg(fields_to_text(value), file=file, dialect=dialect, keep_places=False)

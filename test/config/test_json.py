@@ -227,3 +227,9 @@ def test_errors_in_such_a_dict_have_no_line() -> None:
 def test_a_resolved_configuration_has_nothing_to_inherit(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         CompressionConfig(resolved=True, **make)
+
+
+def test_a_json_file_that_lists_nothing_quantizes_nothing(tmp_path):
+    (tmp_path / "empty.json").write_text("{}")
+    assert load_config(tmp_path / "empty.json").resolved
+    assert not load_config({}).resolved
