@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,11 @@ Inputs = tuple[Tensor, ...] | Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Entry:
-    """A float model with random weights and its inputs, both made when asked for."""
+    """A float model with random weights and its inputs, both made when asked for.
+
+    ``refused_by`` says of an exporter why it cannot write the float model either, where it writes
+    something else without an error.
+    """
 
     group: str
     library: str
@@ -24,6 +28,7 @@ class Entry:
     build: Callable[[], nn.Module]
     inputs: Callable[[int], Inputs]
     input_text: str
+    refused_by: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.group}/{self.name}"

@@ -135,7 +135,7 @@ def compare_file(
     outputs = [item.name for item in cut.graph.output]
     names = _cut_behind_quantizers(cut)
     if len(names) != len(made):
-        made = _without_repetitions(made)
+        made = _without_repetitions(made, converted)
     if len(names) != len(made):
         message = f"{len(names)} quantizers in the file, {len(made)} in torch"
         raise ValueError(message)
@@ -162,17 +162,20 @@ def run_file(
     return [torch.from_numpy(output) for output in session.run(names, feed)]
 
 
-def _without_repetitions(made: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Drop calls that gave the same codes as an earlier one.
+def _without_repetitions(
+    made: list[tuple[str, Tensor]], converted: nn.Module
+) -> list[tuple[str, Tensor]]:
+    """Drop calls that gave the same codes as an earlier one of an equal quantizer.
 
     Layers of a part that was not traced each quantize what they read; where they read one tensor,
     the exporter merges the equal quantizers.
     """
-    kept: list[tuple[str, Tensor]] = []
+    kept: list[tuple[Any, str, Tensor]] = []
     for name, codes in made:
-        if not any(torch.equal(codes, earlier) for _, earlier in kept):
-            kept.append((name, codes))
-    return kept
+        qparams = converted.get_submodule(name).qparams[2:]
+        if not any(qparams == other and torch.equal(codes, seen) for other, _, seen in kept):
+            kept.append((qparams, name, codes))
+    return [(name, codes) for _, name, codes in kept]
 
 
 _INPUT = "given_"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import math
 import re
 import tempfile
@@ -28,7 +29,10 @@ from .layerwise import Layerwise, compare_file, compare_layerwise, run_file
 if TYPE_CHECKING:
     from .entry import Entry
 
-__all__ = ["EXPORTERS", "Record", "TimeLimitError", "run"]
+__all__ = ["EXPORTERS", "FLOAT_FAILS", "Record", "TimeLimitError", "run"]
+
+FLOAT_FAILS = "float model fails too: "
+"""How the text begins that excuses an exporter."""
 
 _SETTLING_BATCH = 8
 _ALMOST_ZERO = 1e-3
@@ -104,6 +108,7 @@ def _run(entry: Entry, exporters: Sequence[str], record: Record) -> None:
         model = entry.build().train()
         _fill_zeros(model)
         _settle_batch_norms(model, entry)
+        kwargs = _in_order(model, kwargs)
     with _stage("prepare"):
         prepared = prepare_qat_amct(model)
         _record_layers(prepared, record)
@@ -123,6 +128,9 @@ def _run(entry: Entry, exporters: Sequence[str], record: Record) -> None:
     for exporter in [*exporters, *others]:
         if exporter in others and "ok" in record.files.values():
             break
+        if exporter in entry.refused_by:
+            record.files[exporter] = f"{FLOAT_FAILS}{entry.refused_by[exporter]}"
+            continue
         _check_file(exporter, converted, model, (args, kwargs), actual, record)
     with _stage("export"):
         _require_a_file(record)
@@ -147,7 +155,7 @@ def _check_file(
             except Exception as error:
                 if _exports(original, args, kwargs, exporter):
                     raise
-                record.files[exporter] = f"float model fails too: {_describe(error)}"
+                record.files[exporter] = f"{FLOAT_FAILS}{_describe(error)}"
                 return
         with _stage(f"onnxruntime ({exporter})"):
             record.onnx = agreement_of(expected, tensors_of(run_file(path, values)))
@@ -305,6 +313,12 @@ def _export(
         opset_version=18,
         verbose=False,
     )
+
+
+def _in_order(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return ``kwargs`` in the order of the signature, in which TorchScript names its inputs."""
+    parameters = inspect.signature(model.forward).parameters
+    return {name: kwargs[name] for name in parameters if name in kwargs}
 
 
 def _input_names(args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> list[str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import platform
 import re
+import textwrap
 from collections import Counter
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from .agreement import Agreement
 from .layerwise import Layerwise
-from .pipeline import Record
+from .pipeline import FLOAT_FAILS, Record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,6 +31,9 @@ AMCT_FX_ZOO=all python -m pytest test/zoo        # checks every model
 python -m test.zoo --write docs/model_zoo.md     # the same, and writes this page
 ```
 
+Without the CUDA builds: install torch for the CPU first, then torchvision and timm with
+`--no-deps`.
+
 """
 
 _LEGEND = """
@@ -38,8 +42,8 @@ _LEGEND = """
 - **layers**: quantized layers of all layers of a quantizable type (for the others see the end of
   the page); **weights**: share of all weights with two dimensions or more, embeddings aside, that
   is quantized.
-- **islands**: parts that stay Python code because tracing would change what they do, and hold
-  layers or not; their layers are quantized all the same.
+- **islands**: parts that stay Python code because tracing would change what they do; their layers
+  are quantized all the same.
 - **simulation = integers**: share of equal codes over all quantizers, prepared model in eval mode
   against converted model, and in brackets the share at the worst quantizer. Every quantizer is
   compared on equal inputs: one code that rounds differently moves many sums behind it, and in a
@@ -77,7 +81,8 @@ def write_table(path: Path, records: list[Record]) -> None:
 def _versions() -> str:
     names = ("torch", "torchvision", "timm", "transformers", "onnx", "onnxruntime")
     found = ", ".join(f"{name} {version(name)}" for name in names)
-    return f"Written with Python {platform.python_version()}, {found}, on the CPU."
+    text = f"Written with Python {platform.python_version()}, {found}, on two CPU cores."
+    return "\n".join(textwrap.wrap(text, 100))
 
 
 def _totals(groups: dict[str, list[Record]]) -> str:
@@ -135,19 +140,18 @@ def _percent(share: float) -> str:
 
 def _failures(records: list[Record]) -> str:
     failed = [(f"`{r.name}`", r.result, _cell(r.detail)) for r in records if not r.passed]
-    excused = [
-        (f"`{r.name}`", f"{name} only", _cell(text))
-        for r in records
-        for name, text in r.files.items()
-        if text != "ok"
-    ]
+    excused: dict[tuple[str, str], list[str]] = {}
+    for record in records:
+        for exporter, why in record.files.items():
+            if why != "ok":
+                short = re.sub(r" Please feel free.*", "", why.removeprefix(FLOAT_FAILS))
+                excused.setdefault((exporter, short), []).append(f"`{record.name}`")
     text = "\n## What fails\n\n"
     text += _markdown(("model", "stage", "why"), failed) if failed else "Nothing.\n"
     if excused:
-        text += (
-            "\nWhere one exporter refuses the float model too, the other one wrote the file:\n\n"
-        )
-        text += _markdown(("model", "exporter", "why"), excused)
+        rows = [(", ".join(names), *map(_cell, key)) for key, names in excused.items()]
+        text += "\nWhere one exporter refuses the float model too, the other wrote the file:\n\n"
+        text += _markdown(("models", "exporter", "why"), rows)
     return text
 
 
@@ -185,8 +189,9 @@ def _float_layers(records: list[Record]) -> str:
     few = [r for r in records if r.passed and r.weights_quantized < 0.9]
     rows = [(f"`{r.name}`", f"{r.weights_quantized:.0%}") for r in few]
     if rows:
-        text += "\nMuch of the weight of these models lies in modules of other types, such as\n"
-        text += "`nn.MultiheadAttention` or `Conv1D` of transformers, or in bare parameters:\n\n"
+        text += "\nIn these models much of the weight stays float, in the layers above, in modules of\n"
+        text += "other types, such as `nn.MultiheadAttention`, `Conv1D` of transformers or\n"
+        text += "`ScaledStdConv2d` of timm, or in bare parameters:\n\n"
         text += _markdown(("model", "weights quantized"), rows)
     return text
 

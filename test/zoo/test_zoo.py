@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from .entry import Entry
 
 DOZEN = [
-    ("torchvision", "alexnet"),
-    ("torchvision", "resnet18"),
+    ("torchvision", "googlenet"),
     ("torchvision", "mobilenet_v3_small"),
-    ("torchvision", "shufflenet_v2_x0_5"),
-    ("torchvision", "swin_t"),
+    ("torchvision", "resnet18"),
+    ("torchvision", "squeezenet1_1"),
     ("timm", "test_convnext"),
     ("timm", "test_nfnet"),
-    ("timm", "mobilevit_xxs"),
+    ("timm", "test_vit"),
     ("transformers", "BERT"),
+    ("transformers", "CLIP"),
+    ("transformers", "GPT-2"),
     ("transformers", "Llama"),
-    ("transformers", "T5"),
-    ("transformers", "SegFormer"),
+    ("transformers", "Wav2Vec2"),
 ]
 ALL = os.environ.get("AMCT_FX_ZOO") == "all"
 

@@ -32,6 +32,9 @@ _IMAGE: dict[str, Any] = {
 }
 _DECODER: dict[str, Any] = {**_TEXT, "num_key_value_heads": 1, "use_cache": False}
 
+_DECODERS = ("GPT-2", "Llama", "Qwen2")
+_LOGITS_TO_KEEP = "it makes logits_to_keep=0 a tensor, which selects one position instead of all"
+
 # model class, configuration class, arguments of the configuration, inputs
 _MODELS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "BERT": ("BertForSequenceClassification", "BertConfig", _TEXT, "text"),
@@ -148,10 +151,13 @@ _MODELS: dict[str, tuple[str, str, dict[str, Any], str]] = {
 
 def transformers_entries() -> list[Entry]:
     """Return the fifteen entries."""
-    return [
-        Entry(GROUP, "transformers", name, partial(_build, name), _INPUTS[kind], _TEXTS[kind])
-        for name, (_, _, _, kind) in _MODELS.items()
-    ]
+    return [_entry(name, kind) for name, (_, _, _, kind) in _MODELS.items()]
+
+
+def _entry(name: str, kind: str) -> Entry:
+    refused_by = {"TorchScript": _LOGITS_TO_KEEP} if name in _DECODERS else {}
+    build = partial(_build, name)
+    return Entry(GROUP, "transformers", name, build, _INPUTS[kind], _TEXTS[kind], refused_by)
 
 
 def _build(name: str) -> nn.Module:
