@@ -189,7 +189,7 @@ def _float_layers(records: list[Record]) -> str:
     few = [r for r in records if r.passed and r.weights_quantized < 0.9]
     rows = [(f"`{r.name}`", f"{r.weights_quantized:.0%}") for r in few]
     if rows:
-        text += "\nIn these models much of the weight stays float, in the layers above, in modules\n"
+        text += "\nIn these models much weight stays float, in layers named above, modules\n"
         text += "of other types, such as `nn.MultiheadAttention`, `Conv1D` of transformers or\n"
         text += "`ScaledStdConv2d` of timm, or in bare parameters:\n\n"
         text += _markdown(("model", "weights quantized"), rows)
