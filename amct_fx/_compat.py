@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-__all__ = ["forget_autocast_copies", "is_exporting"]
+__all__ = ["forget_autocast_copies", "is_exporting", "same_strides"]
+
+_BEFORE_2_7 = not hasattr(torch.compiler, "is_exporting")
 
 
 def forget_autocast_copies() -> None:
@@ -16,6 +19,16 @@ def forget_autocast_copies() -> None:
     under ``no_grad`` is used again where gradients are recorded, and cuts the parameter off.
     """
     torch.clear_autocast_cache()
+
+
+def same_strides(a: Tensor, b: Tensor) -> bool:
+    """Say whether two tensors of one shape have one layout; ``False`` where that is not known.
+
+    PyTorch 2.6 does not read strides while ``torch.compile`` traces the backward of a function.
+    """
+    if _BEFORE_2_7 and torch.compiler.is_compiling():
+        return False
+    return a.stride() == b.stride()
 
 
 def _is_exporting_before_2_7() -> bool:

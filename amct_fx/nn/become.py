@@ -60,6 +60,8 @@ def drop_reparametrization(module: nn.Module) -> None:
         module: A layer; changed in place.
     """
     if parametrize.is_parametrized(module):
+        # torch deletes the attribute from the class, which a deep copy shares with its original
+        module.__class__ = _parametrized(module, type(module).__bases__[0])
         for name in list(module.parametrizations):  # type: ignore[arg-type]
             parametrize.remove_parametrizations(module, name, leave_parametrized=True)
     for key, hook in list(module._forward_pre_hooks.items()):

@@ -22,6 +22,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from amct_fx._compat import same_strides
+
 _DENORM_MIN = 2.0**-149
 """Smallest positive float32: any nonzero excess is at least as large."""
 
@@ -52,6 +54,6 @@ def grad_above(grad: Tensor, excess: Tensor) -> Tensor:
 
 def like(grad: Tensor, values: Tensor) -> Tensor:
     """Return ``grad`` in float32 and in the memory format of ``values``."""
-    if grad.dtype == torch.float32 and grad.stride() == values.stride():
+    if grad.dtype == torch.float32 and same_strides(grad, values):
         return grad
     return torch.empty_like(values).copy_(grad)

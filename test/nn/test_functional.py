@@ -96,4 +96,6 @@ def test_codes_equal_onnxruntime_also_at_ties(tmp_path, dynamo):
     torch.onnx.export(quantize, (x,), path, dynamo=dynamo, input_names=["x"], verbose=False)
     (result,) = onnxruntime.InferenceSession(path).run(None, {"x": x.numpy()})
     assert torch.equal(torch.from_numpy(result), quantize(x))
-    assert [node.op_type for node in onnx.load(path).graph.node] == ["QuantizeLinear"]
+    # PyTorch before 2.8 may write scale and zero point as nodes.
+    kinds = {node.op_type for node in onnx.load(path).graph.node}
+    assert kinds - {"Constant"} == {"QuantizeLinear"}

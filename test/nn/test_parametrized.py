@@ -63,6 +63,7 @@ def test_a_layer_with_a_computed_weight_trains_and_converts(wrap, channel_wise):
     assert any("weight" in name or "original" in name for name in moved)
     expected = prepared.eval()(example())
     converted = convert_amct(prepared)
+    assert torch.equal(prepared(example()), expected)
     assert type(converted[0]) is quantized.Conv2d
     assert not parametrize.is_parametrized(converted[0])
     assert (converted(example()) - expected).abs().max() <= 0.01 * expected.abs().max()

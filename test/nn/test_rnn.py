@@ -544,7 +544,7 @@ def test_compile_and_export_capture_one_graph(cls):
         expected = model(x)
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(x), expected)
-        exported = torch.export.export(model, (x,)).module()
+        exported = torch.export.export(model, (x,), strict=False).module()
         torch.testing.assert_close(exported(x), expected, atol=0.01, rtol=0)
 
 
