@@ -198,7 +198,8 @@ def _call_counts(model: nn.Module, captured: Capture) -> Counter[nn.Module]:
         for module, nodes in layer_calls(region.graph, region.module).items():
             counts[module] += len(nodes)
     for name in captured.island_leaves:
-        counts[model.get_submodule(name)] += 1
+        layer = model.get_submodule(name)
+        counts[layer] = max(counts[layer], 1)  # a traced part may hold it under another name
     return counts
 
 
@@ -227,6 +228,8 @@ def _own_reason(module: nn.Module) -> str | None:
     if _weight_set_by_hook(module):
         return "its weight is set by a hook (torch.nn.utils.prune, old spectral_norm)"
     if isinstance(module, nn.RNNBase):
+        if type(module) is not float_class_of(module):
+            return "a weight of it is parametrized"
         return unsupported_form(module)
     return None
 

@@ -6,7 +6,7 @@ Source: design.md, "How convert works"; spec/quantization.md sections 4 and 5.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import torch
 from torch import fx, nn
@@ -16,7 +16,7 @@ from amct_fx.checks import check_prepared_model
 from amct_fx.copying import copy_model
 from amct_fx.distributed import RangeMerger
 from amct_fx.errors import ConvertError
-from amct_fx.fold import foldable_batch_norm
+from amct_fx.fold import foldable_batch_norm, used_elsewhere
 from amct_fx.graph import (
     GraphForward,
     fx_graph_of,
@@ -67,8 +67,13 @@ def convert_amct(model: nn.Module) -> nn.Module:
     leave_unused_layers_float(converted)
     _check_calibrated(converted)
     with torch.no_grad():
-        for name, region in list(regions(converted)):
-            _convert_region(region, name)
+        parts = list(regions(converted))
+        foreign = [
+            used_elsewhere(region, [other for _, other in parts if other is not region])
+            for _, region in parts
+        ]
+        for (name, region), used in zip(parts, foreign, strict=True):
+            _convert_region(region, name, used)
         for name, layer in list(_remaining_layers(converted)):
             _convert_island_layer(layer, name)
     return converted
@@ -88,7 +93,7 @@ def _check_calibrated(model: nn.Module) -> None:
         raise ConvertError(message)
 
 
-def _convert_region(region: GraphForward, name: str) -> None:
+def _convert_region(region: GraphForward, name: str, foreign: Container[nn.Module | None]) -> None:
     graph = fx_graph_of(region)
     folded: set[nn.Module] = set()
     calls = layer_calls(graph, region)
@@ -103,7 +108,7 @@ def _convert_region(region: GraphForward, name: str) -> None:
         label = f"{name}.{nodes[0].target}" if name else str(nodes[0].target)
         source = layer_input(nodes[0])
         assert source is not None, "prepare quantizes only layers with a tensor input"
-        batch_norm, following = foldable_batch_norm(nodes, region, label)
+        batch_norm, following = foldable_batch_norm(nodes, region, label, foreign)
         layer.convert(quantizers[module_of(source, region)], batch_norm, label)
         _forget_float_input(nodes)
         for batch_norm_node, node in zip(following, nodes, strict=False):

@@ -6,12 +6,13 @@ Source: spec/quantization.md section 4.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Container, Iterable
 
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from amct_fx.errors import AmctWarning
-from amct_fx.graph import batch_norm_after, module_of
+from amct_fx.graph import batch_norm_after, fx_graph_of, module_of
 from amct_fx.nn.become import has_hooks
 from amct_fx.nn.integer import BatchNormAffine, batch_norm_affine
 
@@ -21,7 +22,10 @@ _FOLDABLE = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def foldable_batch_norm(
-    calls: list[fx.Node], region: nn.Module, name: str
+    calls: list[fx.Node],
+    region: nn.Module,
+    name: str,
+    foreign: Container[nn.Module | None] = (),
 ) -> tuple[BatchNormAffine | None, list[fx.Node]]:
     """Find the batch norm behind a convolution that the integer weights can absorb.
 
@@ -29,6 +33,7 @@ def foldable_batch_norm(
         calls: All calls of a layer.
         region: The module that the graph belongs to.
         name: Name of the layer, for the warning.
+        foreign: Modules that code outside the graph may call, or whose tensors it reads.
 
     Returns:
         The arithmetic and the nodes of the batch norm, one for each call; ``None`` and no node
@@ -41,6 +46,8 @@ def foldable_batch_norm(
     found = [node for node in following if node is not None]
     layer = module_of(calls[0], region)
     foldable = isinstance(layer, _FOLDABLE) and not has_hooks(layer)
+    foldable = foldable and layer not in foreign
+    foldable = foldable and not any(module_of(node, region) in foreign for node in found)
     foldable = foldable and not any(_is_hooked(node, region) for node in found)
     same = len({module_of(node, region) or node for node in found}) == 1
     if not foldable or not same or len(found) != len(calls):
@@ -53,6 +60,28 @@ def foldable_batch_norm(
         warnings.warn(message, AmctWarning, stacklevel=4)
         return None, []
     return affine, found
+
+
+def used_elsewhere(region: nn.Module, others: Iterable[nn.Module]) -> set[nn.Module | None]:
+    """Return what more than the calls of one graph depends on.
+
+    Args:
+        region: A traced part.
+        others: The other traced parts of the model.
+
+    Returns:
+        Modules inside islands, called by other traced parts, or whose tensors the graph reads.
+    """
+    found: set[nn.Module | None] = set()
+    for other in others:
+        found.update(module_of(node, other) for node in fx_graph_of(other).nodes)
+    for node in fx_graph_of(region).nodes:
+        if node.op == "get_attr" and not str(node.target).endswith("training"):
+            found.add(region.get_submodule(str(node.target).rpartition(".")[0]))
+        module = module_of(node, region)
+        if module is not None:
+            found.update(part for part in module.modules() if part is not module)
+    return found - {None}
 
 
 def _is_hooked(node: fx.Node, region: nn.Module) -> bool:

@@ -398,3 +398,36 @@ def test_a_cast_converted_model_keeps_its_scales_in_float32(dtype):
     output = cast(example().to(dtype))
     assert output.dtype == dtype
     assert (output.float() - expected).abs().max() <= 0.05 * expected.abs().max()
+
+
+class Gate(nn.Module):
+    """Python code that calls a batch norm of its parent."""
+
+    def __init__(self, bn: nn.Module) -> None:
+        super().__init__()
+        self.bn = bn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(x) if x.sum() > -1e9 else x
+
+
+class SharedNorm(nn.Module):
+    """Uses a batch norm behind a convolution, in an island, and by its weight."""
+
+    def __init__(self, *, gate: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.bn = nn.BatchNorm2d(4)
+        self.gate = Gate(self.bn) if gate else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn(self.conv(x))
+        return y + self.bn.weight.sum() if self.gate is None else self.gate(torch.relu(y))
+
+
+@pytest.mark.parametrize("gate", [True, False])
+def test_a_batch_norm_that_something_else_needs_is_not_folded(gate):
+    prepared = trained(SharedNorm(gate=gate), example(), steps=9)
+    converted = convert_amct(prepared)
+    assert type(converted.bn) is nn.BatchNorm2d
+    assert_close(converted, prepared, example())

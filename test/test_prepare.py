@@ -565,3 +565,63 @@ class Returning(nn.Module):
     def forward(self, x: Tensor) -> Pair:
         y = self.conv(x)
         return Pair(y, y + 1)
+
+
+class Writes(nn.Module):
+    """Python code that changes its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sub_(3.0) if x.sum() > -1e9 else x
+
+
+def sub_out(h: Tensor) -> Tensor:
+    return torch.add(h, -3.0, out=h)
+
+
+def foreach(h: Tensor) -> Tensor:
+    torch._foreach_sub_([h], 3.0)
+    return h
+
+
+def through_split(h: Tensor) -> Tensor:
+    torch.hsplit(h, 3)[0].sub_(3.0)
+    return h
+
+
+@pytest.mark.parametrize("change", [Writes(), sub_out, foreach, through_split])
+def test_readers_around_a_change_of_any_form_do_not_share(change, x):
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Conv2d(3, 4, 1)
+            self.b = nn.Conv2d(3, 4, 1)
+            self.change = change
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.relu(x)
+            y = self.a(h)
+            self.change(h)
+            return y + self.b(h)
+
+    model = Around().eval()
+    with torch.no_grad():
+        prepared = prepare_qat_amct(model)
+        prepared(x)
+        expected = model(x)
+        assert (prepared(x) - expected).abs().max() <= 0.05 * expected.abs().max()
+
+
+def test_a_layer_with_two_names_under_an_island_is_called_once():
+    class Alias(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.c = nn.Conv2d(3, 4, 1)
+            self.a = nn.Sequential(self.c, nn.ReLU())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) if x.sum() > -1e9 else x
+
+    prepared = prepare_qat_amct(Alias())
+    assert summarize(prepared).rows[0].state == "qat"
+    prepared(example())
+    assert torch.isfinite(convert_amct(prepared)(example())).all()

@@ -90,6 +90,15 @@ _VIEWS = frozenset(
         "type",
         "float",
         "as_strided",
+        "hsplit",
+        "vsplit",
+        "dsplit",
+        "atleast_1d",
+        "atleast_2d",
+        "atleast_3d",
+        "type_as",
+        "cpu",
+        "cuda",
         "getitem",
         "getattr",
     ]
@@ -292,8 +301,14 @@ def _is_view(node: fx.Node, root: nn.Module) -> bool:
 
 
 def _mutates(user: fx.Node, tensor: fx.Node, root: nn.Module) -> bool:
-    """Say whether ``user`` writes into ``tensor``, its first argument."""
-    if layer_input(user) is not tensor:
+    """Say whether ``user`` may write into ``tensor``."""
+    if user.kwargs.get("out") is tensor:
+        return True
+    if user.op == "call_module" and _is_unknown_code(module_of(user, root)):
+        return True
+    first = user.args[0] if user.args else None
+    listed = isinstance(first, (list, tuple)) and tensor in first
+    if layer_input(user) is not tensor and not listed:
         return False
     if user.op == "call_module":
         return bool(getattr(module_of(user, root), "inplace", False))
@@ -304,6 +319,11 @@ def _mutates(user: fx.Node, tensor: fx.Node, root: nn.Module) -> bool:
     if user.op == "call_function":
         return _is_inplace_function(user)
     return False
+
+
+def _is_unknown_code(module: nn.Module | None) -> bool:
+    """Say whether a module is Python code of the user's, which may do anything to its inputs."""
+    return not type(module).__module__.startswith(("torch.", "amct_fx."))
 
 
 def _is_inplace_name(name: str) -> bool:

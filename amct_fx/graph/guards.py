@@ -129,42 +129,51 @@ def refuse_unread_questions(nodes: Iterable[fx.Node]) -> None:
 
 
 class State:
-    """What a forward may change besides its result: attributes of the module, random states.
+    """What a forward may change besides its result: attributes of its modules, random states.
 
     Args:
-        module: A module that is about to be traced into.
+        module: A module that is about to be traced into; its sub-modules are watched too.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self._attributes = _attributes(module)
+        self._attributes = {part: _attributes(part) for part in module.modules()}
         self._random = _random_states()
 
     def check(self) -> None:
         """Raise TraceError if the forward changed anything."""
-        now = _attributes(self.module)
-        changed = {name for name in now if not _same(now[name], self._attributes.get(name))}
-        changed |= self._attributes.keys() - now.keys()
-        changed |= {name for name, (value, _) in now.items() if _holds_proxy(value)}
-        if changed:
-            message = f"its forward sets self.{min(changed)}"
-            raise TraceError(message)
+        for part, before in self._attributes.items():
+            now = _attributes(part)
+            changed = {name for name in now if not _same(now[name], before.get(name))}
+            changed |= before.keys() - now.keys()
+            changed |= {name for name, (value, _) in now.items() if _holds_proxy(value)}
+            if changed:
+                message = f"its forward sets {min(changed)} of a {type(part).__name__}"
+                raise TraceError(message)
         if not _same_random_states(_random_states(), self._random):
             message = "its forward draws random numbers that do not depend on its inputs"
             raise TraceError(message)
 
     def restore(self) -> None:
         """Undo what the forward set."""
-        for name in set(vars(self.module)) - self._attributes.keys():
-            del self.module.__dict__[name]
-        for name, (value, content) in self._attributes.items():
-            self.module.__dict__[name] = value
-            if isinstance(content, dict):
-                value.clear()
-                value.update(content)
-            elif isinstance(content, list):
-                value[:] = content
+        for part, before in self._attributes.items():
+            for name in set(vars(part)) - before.keys() - {"training"}:
+                del part.__dict__[name]
+            for name, (value, content) in before.items():
+                part.__dict__[name] = value
+                _restore_content(value, content)
         _set_random_states(self._random)
+
+
+def _restore_content(value: Any, content: Any) -> None:
+    if isinstance(content, dict):
+        target = vars(value) if isinstance(content, _Vars) else value
+        target.clear()
+        target.update(content)
+    elif isinstance(content, list):
+        value[:] = content
+    elif isinstance(content, tuple) and value._version != content[0]:
+        with torch.no_grad():
+            value.copy_(content[1])
 
 
 @contextmanager
@@ -180,21 +189,39 @@ def restored_random_state() -> Iterator[None]:
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     """Return each attribute with a shallow copy of its content."""
     return {
-        name: (value, value.copy() if isinstance(value, (dict, list)) else None)
+        name: (value, _content(value))
         for name, value in vars(module).items()
-        if not name.startswith(_CONSTANT)
+        if not name.startswith(_CONSTANT) and name != "training"
     }
+
+
+def _content(value: Any) -> Any:
+    """Return what may change inside an attribute: a shallow copy, or a tensor and its version.
+
+    ``type`` is asked, not ``isinstance``: the value may be a guarded proxy.
+    """
+    if type(value) in (dict, list):
+        return value.copy()
+    if type(value) is torch.Tensor and not value.is_inference():
+        return value._version, value.detach().clone()
+    plain = not issubclass(type(value), (nn.Module, torch.Tensor, type, fx.Proxy))
+    return _Vars(vars(value)) if plain and hasattr(value, "__dict__") else None
+
+
+class _Vars(dict[str, Any]):
+    """The attributes of a plain object."""
 
 
 def _holds_proxy(value: Any, depth: int = 4) -> bool:
     """Look for proxies in containers and plain objects that hang on an attribute."""
-    if isinstance(value, fx.Proxy):
+    kind = type(value)
+    if issubclass(kind, fx.Proxy):
         return True
-    if depth == 0 or isinstance(value, (nn.Module, torch.Tensor, type)):
+    if depth == 0 or issubclass(kind, (nn.Module, torch.Tensor, type)):
         return False
-    if isinstance(value, dict):
+    if issubclass(kind, dict):
         return any(_holds_proxy(item, depth - 1) for item in value.values())
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
+    if issubclass(kind, (list, tuple, set, frozenset, deque)):
         return any(_holds_proxy(item, depth - 1) for item in value)
     return any(_holds_proxy(item, depth - 1) for item in getattr(value, "__dict__", {}).values())
 
@@ -203,6 +230,8 @@ def _same(now: tuple[Any, Any], before: tuple[Any, Any] | None) -> bool:
     if before is None or now[0] is not before[0]:
         return False
     left, right = now[1], before[1]
+    if isinstance(left, tuple):
+        return bool(left[0] == right[0])
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(left[key] is right[key] for key in left)
     if isinstance(left, list):

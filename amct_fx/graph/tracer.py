@@ -29,6 +29,7 @@ from amct_fx.graph.guards import (
 
 __all__ = ["IslandTracer", "Refusal"]
 
+_SWITCHES = "its forward switches gradients or autocast"
 _OWN_FOLDER = str(Path(__file__).parent)
 
 
@@ -51,6 +52,7 @@ class IslandTracer(fx.Tracer):
         self._is_layer = is_layer
         self._modes = modes()
         self._complaint: str | None = None
+        self._switching: dict[str, Refusal] = {}
         self._parameter_cache: dict[str, fx.Proxy] = {}
 
     def trace_or_explain(self, module: nn.Module) -> Refusal | None:
@@ -58,13 +60,16 @@ class IslandTracer(fx.Tracer):
         refusal = _refuse_before_tracing(module, self._is_layer) or _refuse_root(module)
         if refusal is not None:
             return refusal
+        self._switching = _parts_that_switch_modes(module, self._is_layer)
+        if "" in self._switching:
+            return self._switching[""]
+        return self._attempt(module)
+
+    def _attempt(self, module: nn.Module) -> Refusal | None:
+        """Trace ``module`` in the modes of the caller; leave nothing behind if that fails."""
         state = State(module)
         try:
-            with (
-                restored_random_state(),
-                unusual_modes(),
-                traced_training_flags(module, self, self._is_opaque),
-            ):
+            with restored_random_state(), traced_training_flags(module, self, self._is_opaque):
                 self._modes = modes()
                 self.trace(module)
                 self._check(state, None)
@@ -97,7 +102,7 @@ class IslandTracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Record a node, unless a context manager in the forward changes what it would do."""
         if modes() != self._modes:
-            message = "its forward switches gradients or autocast"
+            message = _SWITCHES
             self.note_complaint(message)
             raise TraceError(message)
         refuse_special_calls(sys._getframe(1))
@@ -134,7 +139,7 @@ class IslandTracer(fx.Tracer):
         path = self.path_of_module(m)
         if self.is_leaf_module(m, path):
             return super().call_module(m, forward, args, kwargs)
-        refusal = _refuse_before_tracing(m, self._is_layer)
+        refusal = _refuse_before_tracing(m, self._is_layer) or self._switching.get(path)
         if refusal is None:
             last = next(iter(reversed(self.graph.nodes)), None)
             stack = list(self.module_stack.items())
@@ -172,6 +177,21 @@ class IslandTracer(fx.Tracer):
         for name, proxy in list(self._parameter_cache.items()):
             if proxy.node not in alive:
                 del self._parameter_cache[name]
+
+
+def _parts_that_switch_modes(
+    module: nn.Module, is_layer: Callable[[nn.Module], bool]
+) -> dict[str, Refusal]:
+    """Find the parts that switch gradients or autocast, in a trial that is thrown away.
+
+    In the modes of the caller ``autocast(enabled=False)`` would change nothing and not show; in the
+    modes of the trial, constants that a forward computes would come out in half precision.
+    """
+    trial = IslandTracer(is_layer)
+    with unusual_modes():
+        refusal = trial._attempt(module)
+    found = {**trial.islands, **({} if refusal is None else {"": refusal})}
+    return {path: refusal for path, refusal in found.items() if _SWITCHES in refusal.reason}
 
 
 def _refuse_before_tracing(

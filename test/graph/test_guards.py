@@ -259,3 +259,57 @@ def test_tracing_under_no_grad_is_no_reason_for_an_island():
     with torch.no_grad():
         captured = capture(Outer(nn.Sequential(nn.Linear(4, 4))), is_layer)
     assert not captured.islands
+
+
+class Keeper(nn.Module):
+    """Writes to its child and to a plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Sequential(nn.Linear(4, 4))
+        self.child.calls = 0
+        self.table = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.child.calls += 1
+        self.child.feature = x
+        self.table.add_(1.0)
+        return self.child(x) * self.child.calls + self.table
+
+
+def test_writes_to_children_and_plain_tensors_stay_alive():
+    torch.manual_seed(0)
+    original = Keeper()
+    torch.manual_seed(0)
+    traced = Keeper()
+    for region in capture(traced, is_layer).regions:
+        install_graph(region.module, region.graph)
+    assert traced.child.calls == 0
+    assert not hasattr(traced.child, "feature")
+    x = torch.randn(3, 4)
+    for _ in range(3):
+        assert torch.equal(original(x), traced(x))
+    assert traced.child.calls == 3
+
+
+class Position(nn.Module):
+    """Computes a constant in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.table = torch.randn(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) + (self.table @ self.table)[0]
+
+
+def test_constants_keep_their_precision():
+    model = Position()
+    x = torch.randn(3, 4)
+    expected = model(x)
+    captured = capture(model, is_layer, example_inputs=x)
+    for region in captured.regions:
+        install_graph(region.module, region.graph)
+    assert not captured.islands
+    assert torch.equal(model(x), expected)
