@@ -31,15 +31,15 @@ def same_strides(a: Tensor, b: Tensor) -> bool:
     return a.stride() == b.stride()
 
 
-def _is_exporting_before_2_7() -> bool:
-    """Stand in for ``torch.compiler.is_exporting``, new in 2.7.
+def _is_exporting_before_2_13() -> bool:
+    """Stand in for ``torch.compiler.is_exporting``.
 
-    PyTorch 2.6 sets the flag of ``torch.compiler.is_compiling`` while it exports with
-    ``strict=False``; the tracer behind ``strict=True`` answers for itself.
+    PyTorch 2.6 has none, but sets the flag of ``is_compiling`` while it exports with
+    ``strict=False``. In 2.7 it is true under ``torch.compile`` too. Right in 2.13.
     """
     if torch.compiler.is_dynamo_compiling():
         return _dynamo_exports()
-    return torch.compiler.is_compiling()
+    return torch.compiler.is_compiling() if _BEFORE_2_7 else torch.compiler.is_exporting()
 
 
 def _dynamo_exports() -> bool:
@@ -52,4 +52,6 @@ def _dynamo_exports() -> bool:
 # What torch._dynamo.assume_constant_result does: the tracer calls it instead of tracing into it.
 _dynamo_exports._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", _is_exporting_before_2_7)
+is_exporting: Callable[[], bool] = (
+    _is_exporting_before_2_13 if torch.__version__ < "2.13" else torch.compiler.is_exporting
+)

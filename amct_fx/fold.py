@@ -5,6 +5,7 @@ Source: spec/quantization.md section 4.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Container, Iterable
 
@@ -95,10 +96,9 @@ def _affine_of(node: fx.Node, region: nn.Module) -> BatchNormAffine | None:
         return batch_norm_affine(
             module.running_mean, module.running_var, module.weight, module.bias, module.eps
         )
-    arguments = node.normalized_arguments(region, normalize_to_only_use_kwargs=True)
-    if arguments is None or node.target is not F.batch_norm:
+    if node.target is not F.batch_norm:
         return None
-    values = arguments.kwargs
+    values = inspect.signature(F.batch_norm).bind(*node.args, **node.kwargs).arguments
     if not _evaluates(values.get("training")):
         return None
     names = ("running_mean", "running_var", "weight", "bias")

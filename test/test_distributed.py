@@ -329,7 +329,30 @@ def sharded(rank: int) -> None:
         assert torch.allclose(whole, parallel.state_dict()[key], rtol=1e-5, atol=1e-6), key
 
 
+def sharded_float(rank: int) -> None:
+    parallel = nn.Linear(4, 2)
+    nn.init.ones_(parallel.weight)
+    fully = copy.deepcopy(parallel)
+    fully_shard(fully, mesh=init_device_mesh("cpu", (2,)))
+    wrapped = DistributedDataParallel(parallel)
+    for module in (wrapped, fully):
+        module((rank + 1) * torch.ones(2, 4)).sum().backward()
+    assert torch.equal(fully.weight.grad.full_tensor(), parallel.weight.grad)
+
+
+def skip_unless_fsdp2_runs_on_cpus(tmp_path: Path) -> None:
+    """PyTorch 2.6 has no stream for FSDP2 on a CPU; 2.7 adds gradients up instead of averaging."""
+    folder = tmp_path / "float"
+    folder.mkdir()
+    try:
+        two_ranks(folder, sharded_float)
+    except mp.ProcessRaisedException as error:
+        reason = f"FSDP2 of PyTorch {torch.__version__} on CPUs is wrong for a float nn.Linear"
+        pytest.skip(f"{reason}: {str(error).strip().splitlines()[-1]}")
+
+
 def test_a_calibrated_model_trains_the_same_under_fsdp2_and_ddp(tmp_path):
+    skip_unless_fsdp2_runs_on_cpus(tmp_path)
     two_ranks(tmp_path, sharded)
 
 

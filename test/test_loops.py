@@ -177,7 +177,7 @@ def test_inductor_compiles_the_started_and_the_converted_model_whole():
 def test_torch_export_of_the_prepared_model():
     model = started().eval()
     batch = torch.export.Dim("batch")
-    program = torch.export.export(model, (example(3),), dynamic_shapes=({0: batch},))
+    program = torch.export.export(model, (example(3),), dynamic_shapes=({0: batch},), strict=False)
     assert torch.allclose(program.module()(example(5)), model(example(5)), atol=1e-6)
 
 
