@@ -1,0 +1,14 @@
+"""The words of AMCT for PyTorch, for scripts that change one import line.
+
+    from amct_fx import amct_pytorch as amct
+
+    amct.create_quant_retrain_config("config.json", model, input_data, "quant.cfg")
+
+Names, order of arguments and the classes of errors are AMCT's. The files that are written are, byte
+for byte, those of AMCT; ``docs/configuration.md`` lists where a value in them differs on purpose.
+"""
+
+from amct_fx.amct_pytorch.distill import create_distill_config
+from amct_fx.amct_pytorch.quant import create_quant_retrain_config
+
+__all__ = ["create_distill_config", "create_quant_retrain_config"]
