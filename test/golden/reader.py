@@ -28,6 +28,8 @@ _FILES = {
     "c_arq": "c_arq/arq",
     "d_wts_ulq": "d_wts_ulq/wts_ulq",
     "d_wts_ulq_func": "d_wts_ulq/wts_ulq_func",
+    "e_m4n2": "e_m4n2/m4n2",
+    "f_bcp_func": "f_bcp/bcp_func",
 }
 
 RUNS = (
@@ -75,7 +77,8 @@ def load_cases(folder: str) -> tuple[Case, ...]:
     """Return all cases of a folder, also those where AMCT raised (``case["error"]``).
 
     Args:
-        folder: ``a_ulq_act``, ``b_ifmr``, ``c_arq``, ``d_wts_ulq`` or ``d_wts_ulq_func``.
+        folder: ``a_ulq_act``, ``b_ifmr``, ``c_arq``, ``d_wts_ulq``, ``d_wts_ulq_func``, ``e_m4n2``
+            or ``f_bcp_func``.
 
     Example:
         >>> len(load_cases("c_arq"))

@@ -1,0 +1,1 @@
+"""Pruning: whole channels by L2 norm, and two of every four weights."""
