@@ -13,9 +13,13 @@ from amct_fx.config import CompressionConfig, load_config
 from amct_fx.convert import convert_amct
 from amct_fx.errors import (
     AmctError,
+    AmctFileNotFoundError,
     AmctWarning,
+    ArgumentError,
+    ArgumentTypeError,
     CalibrationError,
     CheckpointError,
+    CheckpointKeyError,
     ConfigError,
     ConfigFileNotFoundError,
     ConfigTypeError,
@@ -33,9 +37,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AmctError",
+    "AmctFileNotFoundError",
     "AmctWarning",
+    "ArgumentError",
+    "ArgumentTypeError",
     "CalibrationError",
     "CheckpointError",
+    "CheckpointKeyError",
     "CompressionConfig",
     "ConfigError",
     "ConfigFileNotFoundError",

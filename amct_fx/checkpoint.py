@@ -21,14 +21,21 @@ from amct_fx.checks import check_float_model
 from amct_fx.config.files import replacing
 from amct_fx.config.messages import listing
 from amct_fx.convert import convert_amct
-from amct_fx.errors import AmctWarning, CheckpointError, ConvertError, ModelStateError
+from amct_fx.errors import (
+    AmctWarning,
+    CheckpointError,
+    CheckpointKeyError,
+    ConvertError,
+    ModelStateError,
+    did_you_mean,
+)
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import Quantize, QuantizedLayer, quantized_class_of
 from amct_fx.observers import ULQFakeQuantize, ULQWeightFakeQuantize
 from amct_fx.prepare import prepare_qat_amct
 from amct_fx.report.preparation import preparation_of
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["compare_states", "load_checkpoint", "save_checkpoint"]
 
 _FORMAT = 1
 """Version of the file layout; a newer file is refused, an older one must stay readable."""
@@ -115,7 +122,7 @@ def load_checkpoint(
     _compare_islands(_islands(restored), content.get("islands"), name)
     if content["stage"] == "converted":
         restored = _converted_shell(restored, state, name)
-    _compare(restored.state_dict(), state, name)
+    compare_states(restored.state_dict(), state, name)
     restored.load_state_dict(state)
     extra: dict[str, Any] = content["extra"]
     return restored, extra
@@ -240,20 +247,31 @@ def _read(path: str | os.PathLike[str], map_location: Any) -> dict[str, Any]:
     return checkpoint
 
 
-def _compare(expected: Mapping[str, Any], found: Mapping[str, Any], path: str) -> None:
-    """Name the first difference between two architectures, in model order."""
-    for key, value in expected.items():
-        if key not in found:
-            message = f"{path} is of another model: it has no {key}"
-            raise CheckpointError(message)
-        ours, theirs = _shape(value), _shape(found[key])
-        if ours != theirs:
-            message = f"{path} is of another model: {key} has shape {theirs}, the model's {ours}"
-            raise CheckpointError(message)
-    for key in found:
-        if key not in expected:
-            message = f"{path} is of another model: the model has no {key}"
-            raise CheckpointError(message)
+def compare_states(expected: Mapping[str, Any], found: Mapping[str, Any], path: str) -> None:
+    """Refuse a state dict that is not of the model.
+
+    Args:
+        expected: The model's own.
+        found: What a file holds.
+        path: Name of the file, for messages.
+
+    Raises:
+        CheckpointKeyError: It lacks keys; lists them in the order of the model.
+        CheckpointError: Shapes differ, or it has keys that the model lacks.
+    """
+    if missing := [key for key in expected if key not in found]:
+        message = f"{path} is of another model: it has no {listing(missing, limit=5)}"
+        close = did_you_mean(missing[0], [key for key in found if key not in expected])
+        raise CheckpointKeyError(message + close)
+    shapes = {key: (_shape(found[key]), _shape(value)) for key, value in expected.items()}
+    wrong = [f"{key} has shape {a}, the model's {b}" for key, (a, b) in shapes.items() if a != b]
+    if wrong:
+        more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        message = f"{path} is of another model: {'; '.join(wrong[:5])}{more}"
+        raise CheckpointError(message)
+    if unknown := [key for key in found if key not in expected]:
+        message = f"{path} is of another model: the model has no {listing(unknown, limit=5)}"
+        raise CheckpointError(message)
 
 
 def _shape(value: Any) -> Any:

@@ -16,9 +16,13 @@ from collections.abc import Iterable
 
 __all__ = [
     "AmctError",
+    "AmctFileNotFoundError",
     "AmctWarning",
+    "ArgumentError",
+    "ArgumentTypeError",
     "CalibrationError",
     "CheckpointError",
+    "CheckpointKeyError",
     "ConfigError",
     "ConfigFileNotFoundError",
     "ConfigTypeError",
@@ -73,8 +77,20 @@ class ConfigTypeError(ConfigError, TypeError):
     """A configuration value of the wrong Python type."""
 
 
-class ConfigFileNotFoundError(AmctError, FileNotFoundError):
+class AmctFileNotFoundError(AmctError, FileNotFoundError):
+    """A file to read does not exist."""
+
+
+class ConfigFileNotFoundError(AmctFileNotFoundError):
     """The configuration file does not exist."""
+
+
+class ArgumentError(AmctError, ValueError, RuntimeError):
+    """An argument of the right type that cannot be used; AMCT raises either of both classes."""
+
+
+class ArgumentTypeError(AmctError, TypeError):
+    """An argument of the wrong Python type; names the argument."""
 
 
 class ModelError(AmctError, ValueError):
@@ -99,6 +115,12 @@ class CalibrationError(AmctError, RuntimeError):
 
 class CheckpointError(AmctError, RuntimeError):
     """A checkpoint that cannot be read, or belongs to another model; names the first difference."""
+
+
+class CheckpointKeyError(CheckpointError, KeyError):
+    """A checkpoint that lacks something; names it."""
+
+    __str__ = Exception.__str__  # that of KeyError would quote the message
 
 
 class ConvertError(AmctError, RuntimeError):

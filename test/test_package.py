@@ -34,9 +34,13 @@ HEAVY = (
 def test_the_public_names_are_these() -> None:
     assert sorted(amct_fx.__all__) == [
         "AmctError",
+        "AmctFileNotFoundError",
         "AmctWarning",
+        "ArgumentError",
+        "ArgumentTypeError",
         "CalibrationError",
         "CheckpointError",
+        "CheckpointKeyError",
         "CompressionConfig",
         "ConfigError",
         "ConfigFileNotFoundError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,35 +15,211 @@ from amct_fx.backend_config import is_layer, unbatched_layers, without_unbatched
 from amct_fx.checks import check_float_model
 from amct_fx.copying import copy_model
 from amct_fx.errors import (
+    ArgumentError,
+    ArgumentTypeError,
     ConfigError,
-    ConfigTypeError,
     InputDataError,
     ModelStateError,
     ModelTypeError,
+    did_you_mean,
 )
 from amct_fx.graph import Capture, capture
 
 if TYPE_CHECKING:
     from amct_fx.config import ModelFacts
 
-__all__ = ["Traced", "check_input_data", "config_paths", "float_model", "trace"]
+__all__ = [
+    "SavePaths",
+    "Traced",
+    "check_export_names",
+    "check_input_data",
+    "check_type",
+    "config_paths",
+    "file_path",
+    "float_model",
+    "save_paths",
+    "trace",
+    "unwrapped",
+]
+
+_LONGEST_NAME = 255
+"""Bytes in a file name that file systems allow. AMCT refuses prefixes above 241 characters only."""
+
+
+def check_type(name: str, value: object, kind: type, *, optional: bool = False) -> None:
+    """Refuse an argument of another class.
+
+    Args:
+        name: Name of the argument.
+        value: What the caller gave.
+        kind: The class it must have.
+        optional: Whether ``None`` is allowed, too.
+
+    Raises:
+        ArgumentTypeError: Names the argument.
+
+    Example:
+        >>> check_type("save_path", 3, str)
+        Traceback (most recent call last):
+        amct_fx.errors.ArgumentTypeError: save_path must be str, not int
+    """
+    if isinstance(value, kind) or (optional and value is None):
+        return
+    expected = f"{kind.__name__} or None" if optional else kind.__name__
+    message = f"{name} must be {expected}, not {type(value).__name__}"
+    raise ArgumentTypeError(message)
+
+
+def file_path(name: str, value: object) -> str:
+    """Return the path of a file to read or write.
+
+    Args:
+        name: Name of the argument, such as ``"record_file"``.
+        value: What the caller gave.
+
+    Raises:
+        ArgumentTypeError: It is no string.
+        ConfigError: It is empty, ends in ``/``, or is a folder.
+
+    Example:
+        >>> file_path("record_file", "out/")
+        Traceback (most recent call last):
+        amct_fx.errors.ConfigError: record_file must name a file, not 'out/'
+    """
+    check_type(name, value, str)
+    path = str(value)
+    if not path or path.endswith("/") or Path(path).is_dir():
+        message = f"{name} must name a file, not {path!r}"
+        raise ConfigError(message)
+    return path
 
 
 def config_paths(config_file: object, definition: object) -> tuple[str, Path | None]:
     """Return the path to write, and the path of the ``.cfg`` file."""
-    if not isinstance(config_file, str):
-        message = f"config_file must be str, not {type(config_file).__name__}"
-        raise ConfigTypeError(message)
-    if not isinstance(definition, (str, type(None))):
-        message = f"config_defination must be str or None, not {type(definition).__name__}"
-        raise ConfigTypeError(message)
-    if not config_file or config_file.endswith("/") or Path(config_file).is_dir():
-        message = f"config_file must name a file, not {config_file!r}"
-        raise ConfigError(message)
+    check_type("config_file", config_file, str)
+    check_type("config_defination", definition, str, optional=True)
+    path = file_path("config_file", config_file)
     if definition == "":
         message = "config_defination is empty; pass None for the defaults"
         raise ConfigError(message)
-    return config_file, None if definition is None else Path(definition)
+    return path, None if definition is None else Path(str(definition))
+
+
+@dataclass(frozen=True)
+class SavePaths:
+    """The two files that AMCT's ``save`` functions write.
+
+    Attributes:
+        deploy: The file for ATC.
+        fake_quant: The file that simulates it in onnxruntime.
+    """
+
+    deploy: Path
+    fake_quant: Path
+
+
+def save_paths(save_path: object) -> SavePaths:
+    """Split ``save_path`` at its last slash into a folder and the prefix of two names.
+
+    Args:
+        save_path: What the caller gave.
+
+    Raises:
+        ArgumentTypeError: It is no string.
+        ArgumentError: The names would be too long for a file system.
+
+    Example:
+        >>> save_paths("out/net").deploy.as_posix(), save_paths("out/").fake_quant.as_posix()
+        ('out/net_deploy_model.onnx', 'out/fake_quant_model.onnx')
+    """
+    check_type("save_path", save_path, str)
+    folder, slash, prefix = str(save_path).rpartition("/")
+    parent = Path(folder or slash)  # "/net" lies in the root folder
+    start = f"{prefix}_" if prefix else ""
+    names = [f"{start}deploy_model.onnx", f"{start}fake_quant_model.onnx"]
+    excess = max(len(name.encode()) for name in names) - _LONGEST_NAME
+    if excess > 0:
+        message = f"the name at the end of save_path is {excess} bytes too long: {prefix[:20]!r}…"
+        raise ArgumentError(message)
+    return SavePaths(parent / names[0], parent / names[1])
+
+
+def check_export_names(input_names: object, output_names: object, dynamic_axes: object) -> None:
+    """Refuse names and axes that no exporter could use.
+
+    Args:
+        input_names: Names of the inputs in the file, or ``None``.
+        output_names: Names of the outputs in the file, or ``None``.
+        dynamic_axes: By name of an input or output the axes that may change, as
+            ``{axis: name of the axis}`` or as a list of axes; or ``None``.
+
+    Raises:
+        ArgumentTypeError: Not lists, not a dict; names the argument.
+        ArgumentError: Not lists of strings, a name twice, or axes that are no axes.
+
+    Example:
+        >>> check_export_names(["x"], None, {"x": {0: "batch"}})
+        >>> check_export_names(["x"], None, {"x": {"0": "batch"}})
+        Traceback (most recent call last):
+        amct_fx.errors.ArgumentError: dynamic_axes['x'] must be {axis: name} or a list of axes, \
+with whole numbers from 0 as axes, not {'0': 'batch'}
+    """
+    known: list[str] | None = []
+    for name, names in (("input_names", input_names), ("output_names", output_names)):
+        check_type(name, names, list, optional=True)
+        known = _with_names(known, name, names)
+    if known is not None and len(set(known)) < len(known):
+        message = f"input_names and output_names hold a name twice: {known}"
+        raise ArgumentError(message)
+    check_type("dynamic_axes", dynamic_axes, dict, optional=True)
+    assert isinstance(dynamic_axes, (dict, type(None)))
+    for key, axes in (dynamic_axes or {}).items():
+        _check_axes(key, axes, known)
+
+
+def _with_names(known: list[str] | None, argument: str, names: Any) -> list[str] | None:
+    """Add checked names to ``known``; ``None`` once a list is missing: then any name may be."""
+    if names is not None and not all(isinstance(name, str) and name for name in names):
+        message = f"{argument} must be a list of names, not {names!r}"
+        raise ArgumentError(message)
+    return None if names is None or known is None else known + names
+
+
+def _check_axes(key: object, axes: object, known: list[str] | None) -> None:
+    """Check one entry of ``dynamic_axes``."""
+    if not isinstance(key, str):
+        message = f"dynamic_axes must have names of inputs or outputs as keys, not {key!r}"
+        raise ArgumentError(message)
+    if known is not None and key not in known:
+        message = f"dynamic_axes names {key!r}, which is no input or output"
+        raise ArgumentError(message + did_you_mean(key, known))
+    fits = isinstance(axes, (Mapping, list)) and all(map(_is_axis, axes))
+    if isinstance(axes, Mapping):
+        fits = fits and all(isinstance(name, str) for name in axes.values())
+    if not fits:
+        message = (
+            f"dynamic_axes[{key!r}] must be {{axis: name}} or a list of axes, with whole numbers "
+            f"from 0 as axes, not {axes!r}"
+        )
+        raise ArgumentError(message)
+
+
+def _is_axis(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def unwrapped(model: object) -> nn.Module:
+    """Return a module, out of ``DistributedDataParallel``.
+
+    Raises:
+        ModelTypeError: It is no ``nn.Module``.
+    """
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    if not isinstance(model, nn.Module):
+        message = f"model must be a torch.nn.Module, not {type(model).__name__}"
+        raise ModelTypeError(message)
+    return model
 
 
 def float_model(model: object) -> nn.Module:
@@ -85,11 +262,20 @@ class Traced:
 
 def trace(model: nn.Module, input_data: Any) -> Traced:
     """Copy, run and trace the model."""
-    try:
-        traced = copy_model(model).eval()
-    except Exception as error:  # whatever the user's objects raise
-        message = f"the model cannot be copied: {error}"
-        raise ModelStateError(message) from error
+    traced = copied(model).eval()
     unbatched = unbatched_layers(traced, input_data, "input_data")
     captured = capture(traced, is_layer, example_inputs=input_data)
     return Traced(traced, captured, unbatched)
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return a deep copy.
+
+    Raises:
+        ModelStateError: The model cannot be copied.
+    """
+    try:
+        return copy_model(model)
+    except Exception as error:  # whatever the user's objects raise
+        message = f"the model cannot be copied: {error}"
+        raise ModelStateError(message) from error
