@@ -120,6 +120,7 @@ def integer_weight(
         bias_scale=bias_scale,
         axis=0 if regrouped else geometry.ch_axis,
         groups=geometry.groups if regrouped else 1,
+        num_bits=num_bits,
     )
 
 

@@ -176,6 +176,7 @@ class IntegerWeight:
         bias_scale: float32 ``[C_out]``, input scale times weight scale, or ``None``.
         axis: Axis of ``codes`` that ``scale`` runs along.
         groups: Groups of the regrouping, 1 when ``codes`` has the layout of the weight.
+        num_bits: Bits of the codes; those of INT4 weights stand in int8, too.
     """
 
     codes: Tensor
@@ -184,6 +185,7 @@ class IntegerWeight:
     bias_scale: Tensor | None
     axis: int = 0
     groups: int = 1
+    num_bits: int = 8
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,7 @@ class QuantizedLayer(_KeepsScales):
         quantizes_input: Whether the layer always quantizes its input itself; see
             :class:`amct_fx.nn.qat.QATLayer`.
         dtype: Floating point type of the operator.
+        weight_bits: Bits of the weight codes.
     """
 
     float_class: ClassVar[type[nn.Module]]
@@ -219,6 +222,7 @@ class QuantizedLayer(_KeepsScales):
     quantizes_input: bool
     _input_owner: tuple[QuantizedLayer, ...]
     dtype: torch.dtype
+    weight_bits: int = 8
     _layouts: dict[str, _Layout]
 
     def adopt(self, integers: Mapping[str, IntegerWeight], dtype: torch.dtype) -> None:
@@ -234,6 +238,7 @@ class QuantizedLayer(_KeepsScales):
             self.register_buffer(f"bias_{part}scale", integer.bias_scale)
             self._layouts[part] = _Layout(integer.axis, integer.groups)
         self.dtype = dtype
+        self.weight_bits = integers[self.parts[0]].num_bits
         self._remember_numbers()
 
     def own_input_quantizer(self, quantize: Quantize) -> None:
@@ -287,4 +292,4 @@ class QuantizedLayer(_KeepsScales):
         """Add the form of the weight to the float layer's text."""
         per_channel = any(scale.numel() > 1 for scale in self.weight_scales())
         scales = "per channel" if per_channel else "per tensor"
-        return f"{super().extra_repr()}, weight=int8 {scales}"
+        return f"{super().extra_repr()}, weight=int{self.weight_bits} {scales}"

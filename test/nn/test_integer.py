@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from amct_fx import convert_amct, prepare_qat_amct
 from amct_fx.errors import ConvertError
 from amct_fx.nn.integer import batch_norm_affine, integer_weight
 from amct_fx.observers.functional import arq_qparams
@@ -126,3 +127,13 @@ def test_a_batch_norm_without_statistics_has_no_arithmetic():
 def test_a_batch_norm_that_is_not_finite_says_so():
     affine = batch_norm_affine(torch.tensor([float("inf")]), torch.ones(1), None, None, 1e-5)
     assert not affine.is_finite
+
+
+@pytest.mark.parametrize(("dst_type", "bits"), [("INT4", 4), ("INT8", 8)])
+def test_the_converted_layer_knows_the_bits_of_its_weight(dst_type: str, bits: int) -> None:
+    text = f"retrain_weight_quant_config {{ arq_retrain {{ dst_type: {dst_type} }} }}"
+    prepared = prepare_qat_amct(nn.Sequential(nn.Linear(4, 2)), text)
+    prepared(torch.randn(8, 4))
+    layer = convert_amct(prepared)[0]
+    assert layer.weight_bits == bits
+    assert f"weight=int{bits} per tensor" in repr(layer)
