@@ -28,6 +28,7 @@ __all__ = [
     "ConfigTypeError",
     "ConvertError",
     "InputDataError",
+    "MissingExtraError",
     "ModelError",
     "ModelStateError",
     "ModelTypeError",
@@ -107,6 +108,10 @@ class ModelStateError(AmctError, RuntimeError):
 
 class InputDataError(AmctError, RuntimeError, TypeError):
     """Example inputs that are neither a tensor nor a tuple; AMCT raises either of both classes."""
+
+
+class MissingExtraError(AmctError, ImportError):
+    """An optional library is not installed; says which one, and what to install."""
 
 
 class CalibrationError(AmctError, RuntimeError):

@@ -47,6 +47,7 @@ def test_the_public_names_are_these() -> None:
         "ConfigTypeError",
         "ConvertError",
         "InputDataError",
+        "MissingExtraError",
         "ModelError",
         "ModelStateError",
         "ModelTypeError",
@@ -66,7 +67,7 @@ def test_each_public_name_exists_and_is_documented(name: str) -> None:
 
 
 def test_each_error_derives_from_a_builtin_that_users_expect() -> None:
-    expected = (FileNotFoundError, RuntimeError, TypeError, ValueError)
+    expected = (FileNotFoundError, ImportError, RuntimeError, TypeError, ValueError)
     names = [name for name in errors.__all__ if name.endswith("Error") and name != "AmctError"]
     assert names
     for name in names:

@@ -2,42 +2,105 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, astuple, dataclass, fields
-from typing import TYPE_CHECKING, Any
-
-from torch.ao.quantization import FakeQuantizeBase
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, TextIO
 
 from amct_fx.errors import ModelStateError
-from amct_fx.graph import fx_graph_of, layer_input, module_of, regions
 from amct_fx.nn.qat import QATLayer
-from amct_fx.nn.quantized import Dequantize, Quantize, QuantizedLayer
+from amct_fx.nn.quantized import QuantizedLayer
+from amct_fx.report import table
+from amct_fx.report.describe import (
+    InputQuantizer,
+    Pruning,
+    WeightQuantizer,
+    describe_input,
+    describe_pruning,
+    describe_weight,
+)
+from amct_fx.report.lookup import input_quantizers
 from amct_fx.report.preparation import LayerDecision, preparation_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch import Tensor, fx, nn
+    from torch import nn
 
     from amct_fx.graph.capture import Island
 
 __all__ = ["Summary", "SummaryRow", "summarize"]
 
+_HEADER = ("name", "type", "state", "input", "weight", "pruning", "reason")
+
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """One layer: its quantizers as text, or the reason why it has none."""
+    """One layer: what quantizes and prunes it, or the reason why it stays float.
+
+    Attributes:
+        name: Name of the layer in the model.
+        type: Class of the float layer.
+        state: ``"float"``, ``"qat"`` (prepared), or the integer type of the converted weight.
+        input_quantizer: Quantizer of the input, ``None`` for a float layer.
+        hidden_quantizer: Quantizer of the hidden state of an LSTM or GRU.
+        weight_quantizer: How the weight is quantized.
+        pruning: What is cut or masked.
+        reason: Why the layer is not quantized, else ``""``.
+    """
 
     name: str
     type: str
     state: str
-    input: str
-    weight: str
-    reason: str
+    input_quantizer: InputQuantizer | None = None
+    hidden_quantizer: InputQuantizer | None = None
+    weight_quantizer: WeightQuantizer | None = None
+    pruning: Pruning | None = None
+    reason: str = ""
+
+    @property
+    def input(self) -> str:
+        """The quantizers of input and hidden state in words, ``""`` for none."""
+        parts = [] if self.input_quantizer is None else [str(self.input_quantizer)]
+        if self.hidden_quantizer is not None:
+            parts.append(f"hidden state {self.hidden_quantizer}")
+        return "; ".join(parts)
+
+    @property
+    def weight(self) -> str:
+        """The quantizer of the weight in words, ``""`` for none."""
+        return "" if self.weight_quantizer is None else str(self.weight_quantizer)
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the texts of the printed table."""
+        pruned = "" if self.pruning is None else str(self.pruning)
+        return self.name, self.type, self.state, self.input, self.weight, pruned, self.reason
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return one flat record; what does not apply is ``None``."""
+        return {
+            "layer": self.name,
+            "type": self.type,
+            "state": self.state,
+            **_columns("input", self.input_quantizer, InputQuantizer),
+            **_columns("hidden", self.hidden_quantizer, InputQuantizer),
+            **_columns("weight", self.weight_quantizer, WeightQuantizer),
+            **_columns("pruning", self.pruning, Pruning),
+            "reason": self.reason,
+        }
+
+
+def _columns(prefix: str, value: Any, kind: type[Any]) -> dict[str, Any]:
+    """Return the fields of a description under names of their own."""
+    names = [f"{prefix}_{name}" for name in kind.__dataclass_fields__]
+    values = [None] * len(names) if value is None else asdict(value).values()
+    return dict(zip(names, values, strict=True))
 
 
 @dataclass(frozen=True)
 class Summary:
     """What became of every weight of the model.
+
+    ``print`` gives plain text; :meth:`show` a coloured table in a terminal, if rich is installed.
 
     Attributes:
         rows: All layers of quantizable types, in model order.
@@ -49,29 +112,73 @@ class Summary:
     others: tuple[SummaryRow, ...]
     islands: tuple[Island, ...]
 
+    @property
+    def totals(self) -> str:
+        """One line: how many layers are quantized, pruned, left float."""
+        quantized = sum(row.state != "float" for row in self.rows)
+        parts = [f"{quantized} of {len(self.rows)} layers quantized"]
+        pruned = Counter(row.pruning.pattern for row in self._all if row.pruning is not None)
+        parts += [f"{number} pruned ({pattern})" for pattern, number in pruned.items()]
+        if self.others:
+            parts.append(f"{len(self.others)} modules of other types float")
+        if self.islands:
+            parts.append(f"{len(self.islands)} parts not traced")
+        return ", ".join(parts)
+
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data: ``{"layers": [...], "others": [...], "islands": [...]}``."""
-        return {
-            "layers": [asdict(row) for row in self.rows],
-            "others": [asdict(row) for row in self.others],
-            "islands": [asdict(island) for island in self.islands],
-        }
+        """Return plain data: ``{"layers": [...], "others": [...], "islands": [...], "totals": …}``.
+
+        Numbers that are not finite are ``None``, so JSON can hold it.
+        """
+        found: dict[str, Any] = table.plain_data(
+            {
+                "layers": [row.to_dict() for row in self.rows],
+                "others": [row.to_dict() for row in self.others],
+                "islands": [asdict(island) for island in self.islands],
+                "totals": self.totals,
+            }
+        )
+        return found
+
+    def to_markdown(self) -> str:
+        """Return a Markdown table, the islands, and the line of totals."""
+        layers = table.markdown([row.to_dict() for row in self._all]) if self._all else ""
+        islands = "\n".join(f"- not traced: {table.escaped(str(item))}" for item in self.islands)
+        return "\n\n".join(part for part in (layers, islands, self.totals) if part)
+
+    def to_dataframe(self) -> Any:
+        """Return a ``pandas.DataFrame``, one row for each layer.
+
+        Raises:
+            MissingExtraError: pandas is not installed.
+        """
+        return table.dataframe([row.to_dict() for row in self._all])
+
+    def show(self, file: TextIO | None = None) -> None:
+        """Print a rich table in a terminal, plain text otherwise.
+
+        Args:
+            file: Where to; standard output by default.
+        """
+        table.show(self, self.__rich__, file)
+
+    @property
+    def _all(self) -> tuple[SummaryRow, ...]:
+        return (*self.rows, *self.others)
+
+    def _notes(self) -> Iterable[str]:
+        yield from (f"not traced: {island}" for island in self.islands)
+        yield self.totals
+
+    def __rich__(self) -> Any:
+        """Return the table for rich, with the islands and the totals below."""
+        cells = [row.cells() for row in self._all]
+        return table.rich_table(_HEADER, cells, note="\n".join(self._notes()))
 
     def __str__(self) -> str:
         """Return an aligned table, the islands, and one line of totals."""
-        header = tuple(field.name for field in fields(SummaryRow))
-        table = [header, *(astuple(row) for row in (*self.rows, *self.others))]
-        widths = [max(len(row[column]) for row in table) for column in range(len(header))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in table
-        ]
-        lines += [f"not traced: {island}" for island in self.islands]
-        quantized = sum(row.state != "float" for row in self.rows)
-        total = f"{quantized} of {len(self.rows)} layers quantized"
-        rest = f", {len(self.others)} modules of other types float" if self.others else ""
-        lines.append(total + rest)
-        return "\n".join(lines)
+        cells = [row.cells() for row in self._all]
+        return "\n".join([*table.plain(*table.filled(_HEADER, cells)), *self._notes()])
 
 
 def summarize(model: nn.Module) -> Summary:
@@ -81,7 +188,8 @@ def summarize(model: nn.Module) -> Summary:
         model: What :func:`amct_fx.prepare_qat_amct` or :func:`amct_fx.convert_amct` returned.
 
     Returns:
-        A table; ``print`` it, or take ``.rows`` or ``.to_dict()``.
+        A table: ``print`` it, ``.show()`` it in colours, or take ``.rows``, ``.to_dict()``,
+        ``.to_markdown()`` or ``.to_dataframe()``.
 
     Raises:
         ModelStateError: If ``model`` was never prepared.
@@ -91,8 +199,8 @@ def summarize(model: nn.Module) -> Summary:
         >>> from amct_fx import prepare_qat_amct
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
         >>> print(summarize(prepare_qat_amct(model, 'skip_layers: "2"')))
-        name  type    state  input                   weight            reason
-        0     Conv2d  qat    8 bits, not calibrated  8 bits, 8 scales
+        name  type    state  input                   weight                 reason
+        0     Conv2d  qat    8 bits, not calibrated  ARQ, 8 bits, 8 scales
         2     Conv2d  float                                            the configuration skips it
         1 of 2 layers quantized
     """
@@ -100,7 +208,7 @@ def summarize(model: nn.Module) -> Summary:
     if preparation is None:
         message = "the model was never prepared; call prepare_qat_amct first"
         raise ModelStateError(message)
-    quantizers = _input_quantizers(model)
+    quantizers = input_quantizers(model)
     modules = dict(model.named_modules())
     rows = tuple(
         _row(decision, modules.get(decision.name), quantizers.get(decision.name))
@@ -113,76 +221,23 @@ def summarize(model: nn.Module) -> Summary:
 def _row(
     decision: LayerDecision, module: nn.Module | None, quantizer: tuple[str, nn.Module] | None
 ) -> SummaryRow:
-    state, weight = "float", ""
-    if isinstance(module, QATLayer):
-        scales = [module.weight_scale(name) for name in module.weight_quantizers]
-        state, weight = "qat", f"{module.weight_bits} bits, {_scales_text(scales)}"
-    elif isinstance(module, QuantizedLayer):
-        state, weight = "int8", f"int8, {_scales_text(module.weight_scales())}"
-    source = ""
+    name, layer_type, reason = decision.name, decision.layer_type, decision.reason or ""
+    pruning = None if module is None else describe_pruning(module)
+    if not isinstance(module, (QATLayer, QuantizedLayer)):
+        return SummaryRow(name, layer_type, "float", pruning=pruning, reason=reason)
+    weight = describe_weight(module)
+    source = None
     if quantizer is not None:
         owner, found = quantizer
-        shared = f", of {owner}" if owner != decision.name else ""
-        source = _input_text(found) + shared + _hidden_text(module)
+        source = describe_input(found, shared_with=owner if owner != name else None)
+    hidden = getattr(module, "hidden_fake_quant", None) or getattr(module, "hidden_quantize", None)
     return SummaryRow(
-        decision.name, decision.layer_type, state, source, weight, decision.reason or ""
+        name,
+        layer_type,
+        "qat" if isinstance(module, QATLayer) else f"int{weight.bits}",
+        source,
+        None if hidden is None else describe_input(hidden),
+        weight,
+        pruning,
+        reason,
     )
-
-
-def _input_quantizers(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
-    """Map each layer to the owner and module of the quantizer of its input."""
-    found: dict[str, tuple[str, nn.Module]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, (QATLayer, QuantizedLayer)) and module.quantizes_input:
-            own = getattr(module, "input_quantize", None) or module.get_submodule(
-                "input_fake_quant"
-            )
-            found[name] = (name, own)
-    for prefix, region in regions(model):
-        for node in fx_graph_of(region).nodes:
-            if not isinstance(module_of(node, region), (QATLayer, QuantizedLayer)):
-                continue
-            source = _quantizer_node(node, region)
-            if source is not None:
-                owner = str(source.target).rpartition(".")[0]
-                quantizer = region.get_submodule(str(source.target))
-                found[_join(prefix, str(node.target))] = (_join(prefix, owner), quantizer)
-    return found
-
-
-def _quantizer_node(node: fx.Node, region: nn.Module) -> fx.Node | None:
-    source = layer_input(node)
-    if source is not None and isinstance(module_of(source, region), Dequantize):
-        source = layer_input(source)
-    if source is None:
-        return None
-    quantizes = isinstance(module_of(source, region), (FakeQuantizeBase, Quantize))
-    return source if quantizes else None
-
-
-def _hidden_text(module: nn.Module | None) -> str:
-    """Describe the quantizer of the hidden state that an LSTM or GRU has."""
-    for attribute in ("hidden_fake_quant", "hidden_quantize"):
-        quantizer = getattr(module, attribute, None)
-        if quantizer is not None:
-            return f"; hidden state {_input_text(quantizer)}"
-    return ""
-
-
-def _input_text(quantizer: nn.Module) -> str:
-    if isinstance(quantizer, Quantize):
-        return quantizer.extra_repr()
-    bits = getattr(quantizer, "num_bits", 8)
-    if not getattr(quantizer, "is_calibrated", True):
-        return f"{bits} bits, not calibrated"
-    scale, zero_point = quantizer.calculate_qparams()  # type: ignore[operator]
-    return f"{bits} bits, scale={float(scale):.6g}, zero_point={int(zero_point)}"
-
-
-def _scales_text(scales: Iterable[Tensor]) -> str:
-    number = sum(scale.numel() for scale in scales)
-    return f"{number} scale" if number == 1 else f"{number} scales"
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name

@@ -242,8 +242,8 @@ def test_the_input_quantizer_is_a_shared_node_and_the_hidden_one_belongs_to_the_
     assert isinstance(prepared.rnn.hidden_fake_quant, ULQFakeQuantize)
     prepared(inputs())
     row = {row.name: row for row in summarize(prepared).rows}["rnn"]
-    assert ", of stem; hidden state 8 bits, scale=" in row.input
-    assert row.weight == f"8 bits, {2 * prepared.rnn.weight_hh_l0.shape[0]} scales"
+    assert "of stem; hidden state 8 bits, scale=" in row.input
+    assert row.weight == f"ARQ, 8 bits, {2 * prepared.rnn.weight_hh_l0.shape[0]} scales"
 
 
 def test_only_the_input_is_replaced_when_the_state_is_the_same_tensor():
@@ -652,7 +652,7 @@ def test_the_converted_model_is_an_ordinary_module(cls):
     assert isinstance(converted.rnn, cls)
     assert [t.shape for t in converted.rnn.all_weights[0]][1][1] == HIDDEN
     assert "float_input" not in str(fx_graph_of(converted))
-    assert "hidden state scale=" in str(summarize(converted))
+    assert "hidden state 8 bits, scale=" in str(summarize(converted))
 
 
 def test_an_uncalibrated_layer_does_not_convert():

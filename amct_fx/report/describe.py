@@ -1,0 +1,162 @@
+"""What quantizes and prunes one layer, as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amct_fx.nn.qat import QATLayer
+from amct_fx.nn.quantized import Quantize, QuantizedLayer
+from amct_fx.observers import ARQFakeQuantize, ULQFakeQuantize, ULQWeightFakeQuantize
+from amct_fx.observers.functional import ulq_effective_clips
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = [
+    "InputQuantizer",
+    "Pruning",
+    "WeightQuantizer",
+    "describe_input",
+    "describe_pruning",
+    "describe_weight",
+]
+
+
+@dataclass(frozen=True)
+class InputQuantizer:
+    """How a tensor is quantized; the ranges are ``None`` before the calibration.
+
+    Attributes:
+        bits: Width of the codes.
+        clip_max: Upper end of the range.
+        clip_min: Lower end of the range.
+        scale: Step between two codes.
+        offset: Code of 0.
+        shared_with: The layer that owns the quantizer, ``None`` if it is the layer itself.
+    """
+
+    bits: int
+    clip_max: float | None = None
+    clip_min: float | None = None
+    scale: float | None = None
+    offset: int | None = None
+    shared_with: str | None = None
+
+    def __str__(self) -> str:
+        """Return bits, scale, zero point and owner."""
+        shared = f", of {self.shared_with}" if self.shared_with is not None else ""
+        if self.scale is None:
+            return f"{self.bits} bits, not calibrated{shared}"
+        clips = f"{self.clip_min:.4g} … {self.clip_max:.4g}"
+        place = f"scale={self.scale:.6g}, zero_point={self.offset}"
+        return f"{self.bits} bits, {place}, {clips}{shared}"
+
+
+@dataclass(frozen=True)
+class WeightQuantizer:
+    """How a weight is quantized.
+
+    Attributes:
+        algorithm: ``"ARQ"``, ``"ULQ"``, ``"integer"`` after conversion, or the name of a class.
+        per_channel: Whether each output channel has a scale.
+        bits: Width of the codes.
+        scales: Number of scales.
+    """
+
+    algorithm: str
+    per_channel: bool
+    bits: int
+    scales: int
+
+    def __str__(self) -> str:
+        """Return algorithm, bits and number of scales."""
+        scales = "1 scale" if self.scales == 1 else f"{self.scales} scales"
+        if self.algorithm == "integer":
+            return f"int{self.bits}, {scales}"
+        return f"{self.algorithm}, {self.bits} bits, {scales}"
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """What is cut away or masked.
+
+    Attributes:
+        kept: Output channels, or elements of each group, that stay.
+        total: How many there are.
+        pattern: ``"filter"`` or ``"2:4"``.
+    """
+
+    kept: int
+    total: int
+    pattern: str
+
+    def __str__(self) -> str:
+        """Return ``kept/total pattern``."""
+        return f"{self.kept}/{self.total} {self.pattern}"
+
+
+def describe_input(quantizer: nn.Module, *, shared_with: str | None = None) -> InputQuantizer:
+    """Describe a fake-quantizer of an activation, or the quantizer it was converted to.
+
+    Args:
+        quantizer: Per tensor.
+        shared_with: The layer that owns it, if that is another one.
+
+    Example:
+        >>> print(describe_input(Quantize(0.5, 3)))
+        8 bits, scale=0.5, zero_point=3, -65.5 … 62
+    """
+    if isinstance(quantizer, Quantize):
+        bits = torch.iinfo(quantizer.zero_point.dtype).bits
+        scale, zero_point = float(quantizer.scale), int(quantizer.zero_point)
+    else:
+        bits = int(getattr(quantizer, "num_bits", 8))
+        if not getattr(quantizer, "is_calibrated", True):
+            return InputQuantizer(bits, shared_with=shared_with)
+        found: Any = quantizer
+        scale, zero_point = (value.item() for value in found.calculate_qparams())
+    half = 2.0 ** (bits - 1)
+    upper, lower = (half - 1 - zero_point) * scale, (-half - zero_point) * scale
+    if isinstance(quantizer, ULQFakeQuantize):
+        upper, lower = (float(clip) for clip in _clips(quantizer))
+    return InputQuantizer(bits, upper, lower, scale, int(zero_point), shared_with)
+
+
+def _clips(quantizer: ULQFakeQuantize) -> tuple[Tensor, Tensor]:
+    """Return the clips that the next forward would use, upper then lower."""
+    return ulq_effective_clips(
+        quantizer.clip_max.detach(),
+        quantizer.clip_min.detach(),
+        fixed_min=bool(quantizer.fixed_min),
+        previous=(quantizer.clip_max_prev, quantizer.clip_min_prev),
+    )
+
+
+def describe_weight(layer: QATLayer | QuantizedLayer) -> WeightQuantizer:
+    """Describe how the weights of a layer are quantized.
+
+    Example:
+        >>> from torch import nn
+        >>> from amct_fx import prepare_qat_amct
+        >>> print(describe_weight(prepare_qat_amct(nn.Sequential(nn.Linear(4, 2)))[0]))
+        ARQ, 8 bits, 1 scale
+    """
+    if isinstance(layer, QATLayer):
+        first = getattr(layer, next(iter(layer.weight_quantizers.values())))
+        algorithm = _ALGORITHMS.get(type(first), type(first).__name__)
+        scales: list[Tensor] = [layer.weight_scale(name) for name in layer.weight_quantizers]
+    else:
+        algorithm, scales = "integer", layer.weight_scales()
+    number = sum(scale.numel() for scale in scales)
+    return WeightQuantizer(algorithm, number > len(scales), layer.weight_bits, number)
+
+
+_ALGORITHMS: dict[type[nn.Module], str] = {ARQFakeQuantize: "ARQ", ULQWeightFakeQuantize: "ULQ"}
+
+
+def describe_pruning(module: nn.Module) -> Pruning | None:
+    """Describe what is cut away or masked in a layer, ``None`` if nothing is."""
+    return None

@@ -1,0 +1,60 @@
+"""Which quantizer each layer of a prepared or converted model reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.ao.quantization import FakeQuantizeBase
+
+from amct_fx.graph import fx_graph_of, layer_input, module_of, regions
+from amct_fx.nn.qat import QATLayer
+from amct_fx.nn.quantized import Dequantize, Quantize, QuantizedLayer
+
+if TYPE_CHECKING:
+    from torch import fx, nn
+
+__all__ = ["input_quantizers", "joined"]
+
+
+def input_quantizers(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
+    """Map each layer to the owner and the module of the quantizer of its input.
+
+    Example:
+        >>> from torch import nn
+        >>> from amct_fx import prepare_qat_amct
+        >>> found = input_quantizers(prepare_qat_amct(nn.Sequential(nn.Linear(4, 2))))
+        >>> found["0"][0], type(found["0"][1]).__name__
+        ('0', 'ULQFakeQuantize')
+    """
+    found: dict[str, tuple[str, nn.Module]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (QATLayer, QuantizedLayer)) and module.quantizes_input:
+            own = getattr(module, "input_quantize", None) or module.get_submodule(
+                "input_fake_quant"
+            )
+            found[name] = (name, own)
+    for prefix, region in regions(model):
+        for node in fx_graph_of(region).nodes:
+            if not isinstance(module_of(node, region), (QATLayer, QuantizedLayer)):
+                continue
+            source = _quantizer_node(node, region)
+            if source is not None:
+                owner = str(source.target).rpartition(".")[0]
+                quantizer = region.get_submodule(str(source.target))
+                found[joined(prefix, str(node.target))] = (joined(prefix, owner), quantizer)
+    return found
+
+
+def _quantizer_node(node: fx.Node, region: nn.Module) -> fx.Node | None:
+    source = layer_input(node)
+    if source is not None and isinstance(module_of(source, region), Dequantize):
+        source = layer_input(source)
+    if source is None:
+        return None
+    quantizes = isinstance(module_of(source, region), (FakeQuantizeBase, Quantize))
+    return source if quantizes else None
+
+
+def joined(prefix: str, name: str) -> str:
+    """Return the name in the model of what a part of it calls ``name``."""
+    return f"{prefix}.{name}" if prefix else name
