@@ -29,6 +29,8 @@ from amct_fx.errors import (
     ModelError,
     ModelStateError,
     ModelTypeError,
+    RecordError,
+    RecordParseError,
 )
 from amct_fx.prepare import prepare_qat_amct
 from amct_fx.qconfig import get_qconfig_mapping
@@ -55,6 +57,8 @@ __all__ = [
     "ModelError",
     "ModelStateError",
     "ModelTypeError",
+    "RecordError",
+    "RecordParseError",
     "convert_amct",
     "get_qconfig_mapping",
     "load_checkpoint",

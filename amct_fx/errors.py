@@ -32,6 +32,8 @@ __all__ = [
     "ModelError",
     "ModelStateError",
     "ModelTypeError",
+    "RecordError",
+    "RecordParseError",
     "did_you_mean",
 ]
 
@@ -126,6 +128,14 @@ class CheckpointKeyError(CheckpointError, KeyError):
     """A checkpoint that lacks something; names it."""
 
     __str__ = Exception.__str__  # that of KeyError would quote the message
+
+
+class RecordError(AmctError, ValueError):
+    """A record file whose values cannot be used; names the file and the layer."""
+
+
+class RecordParseError(RecordError, RuntimeError):
+    """A record file that is no protobuf text; names file, line and column."""
 
 
 class ConvertError(AmctError, RuntimeError):

@@ -51,6 +51,8 @@ def test_the_public_names_are_these() -> None:
         "ModelError",
         "ModelStateError",
         "ModelTypeError",
+        "RecordError",
+        "RecordParseError",
         "convert_amct",
         "get_qconfig_mapping",
         "load_checkpoint",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amct_fx.amct_pytorch._amct_state import from_amct_state, is_amct_state
 from amct_fx.amct_pytorch._arguments import check_type
 from amct_fx.checkpoint import compare_states
 from amct_fx.config.messages import listing
@@ -84,7 +85,7 @@ def load_state(model: nn.Module, state: Mapping[str, Any], pth_file: str) -> Non
     """Load a state dict, all of it; the model is as before after an error.
 
     The prefix ``module.`` of ``DistributedDataParallel`` is added or taken away if one side only
-    has it.
+    has it. A checkpoint that AMCT made of the same model is translated.
 
     Args:
         model: The prepared model.
@@ -97,6 +98,8 @@ def load_state(model: nn.Module, state: Mapping[str, Any], pth_file: str) -> Non
     """
     expected = model.state_dict()
     found = _with_prefix_of(expected, state)
+    if is_amct_state(found):
+        found = from_amct_state(found, model)
     compare_states(expected, found, pth_file)
     model.load_state_dict(found)
 

@@ -251,9 +251,14 @@ class QuantizedLayer(_KeepsScales):
         """Return the tensor the float operator runs on."""
         if quantized:
             return input
-        owner = self._input_owner[0] if self._input_owner else self
+        owner = self.input_owner
         values: Tensor = owner.input_dequantize(owner.input_quantize(input))
         return values
+
+    @property
+    def input_owner(self) -> QuantizedLayer:
+        """The layer that holds the quantizer of the input: this one, or the one it shares with."""
+        return self._input_owner[0] if self._input_owner else self
 
     def dequantized_weight(self, part: str = "") -> Tensor:
         """Return a weight in the layout and dtype of the float one."""

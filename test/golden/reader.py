@@ -212,3 +212,59 @@ def load_run(name: str) -> Run:
         y_eval=arrays["y_eval_torch"],
         y_fake_quant=arrays["y_fake_quant_onnx"],
     )
+
+
+@dataclass(frozen=True)
+class FinalState:
+    """What AMCT's model held at the end of a recorded run, and what it computed then.
+
+    Attributes:
+        network: Name of the class in ``networks.py``.
+        cfg: Configuration text, ``None`` for the defaults.
+        state: State dict with AMCT's keys.
+        x: One input.
+        y: Output of AMCT's model for it, in eval mode.
+        record_text: The record file that AMCT wrote.
+    """
+
+    network: str
+    cfg: str | None
+    state: Mapping[str, torch.Tensor] = field(repr=False)
+    x: torch.Tensor = field(repr=False)
+    y: torch.Tensor = field(repr=False)
+    record_text: str = field(repr=False)
+
+
+FINAL_STATES = (
+    "tiny_default",
+    "tiny_batch_num2",
+    "tiny_int16_act",
+    "tiny_weight_ulq_small_lr",
+    "deconv_default",
+    "sharedinput_default",
+)
+"""Names of the runs whose final state is stored."""
+
+
+def load_final_state(name: str) -> FinalState:
+    """Return the end of a recorded run.
+
+    Args:
+        name: One of :data:`FINAL_STATES`.
+
+    Example:
+        >>> load_final_state("deconv_default").state["up.quant_module.acts_clip_max"]
+        tensor(4.2682)
+    """
+    path = _HERE / "amct_state" / name
+    fields = json.loads(path.with_suffix(".json").read_text("utf-8"))
+    with np.load(path.with_suffix(".npz")) as archive:
+        arrays = {key: torch.from_numpy(archive[key]) for key in archive.files}
+    return FinalState(
+        network=fields["model"],
+        cfg=fields["cfg"],
+        state={k.removeprefix("wT/"): v for k, v in arrays.items() if k.startswith("wT/")},
+        x=arrays["x_fixed"],
+        y=arrays["y_eval_torch"],
+        record_text=fields["record_text"],
+    )
