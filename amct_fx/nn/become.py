@@ -7,6 +7,8 @@ from typing import TypeVar
 from torch import nn
 from torch.nn.utils import parametrize
 
+from amct_fx.nn.parametrized import parametrized_class, parametrized_names
+
 __all__ = [
     "become",
     "changes_its_input",
@@ -35,7 +37,10 @@ def become(module: nn.Module, cls: type[Layer]) -> Layer:
         >>> become(layer, Named) is layer
         True
     """
-    module.__class__ = _parametrized(module, cls) if parametrize.is_parametrized(module) else cls
+    if parametrize.is_parametrized(module):
+        module.__class__ = parametrized_class(cls, parametrized_names(module))
+    else:
+        module.__class__ = cls
     assert isinstance(module, cls)
     return module
 
@@ -61,8 +66,8 @@ def drop_reparametrization(module: nn.Module) -> None:
     """
     if parametrize.is_parametrized(module):
         # torch deletes the attribute from the class, which a deep copy shares with its original
-        module.__class__ = _parametrized(module, type(module).__bases__[0])
-        for name in list(module.parametrizations):  # type: ignore[arg-type]
+        module.__class__ = parametrized_class(float_class_of(module), parametrized_names(module))
+        for name in parametrized_names(module):
             parametrize.remove_parametrizations(module, name, leave_parametrized=True)
     for key, hook in list(module._forward_pre_hooks.items()):
         if type(hook).__name__ == "WeightNorm":
@@ -82,13 +87,3 @@ def changes_its_input(module: nn.Module) -> bool:
 def has_hooks(module: nn.Module) -> bool:
     """Say whether anything may look at, or change, what goes in and out of a module."""
     return changes_its_input(module) or bool(module._forward_hooks)
-
-
-def _parametrized(module: nn.Module, cls: type[nn.Module]) -> type[nn.Module]:
-    """Return ``cls`` with the computed attributes that ``parametrize`` gave to ``module``."""
-    injected = {
-        name: value
-        for name, value in vars(type(module)).items()
-        if name not in ("__dict__", "__weakref__", "__doc__", "__module__")
-    }
-    return type(f"Parametrized{cls.__name__}", (cls,), injected)
