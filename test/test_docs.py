@@ -15,7 +15,7 @@ import amct_fx
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
-PAGES += [page.relative_to(ROOT).as_posix() for page in sorted(ROOT.glob("docs/*.md"))]
+PAGES += [page.relative_to(ROOT).as_posix() for page in sorted(ROOT.glob("docs/**/*.md"))]
 
 
 def blocks(page: str, language: str) -> list[str]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from google.protobuf import descriptor_pool, message_factory
 
-PROTO_SHA256 = "9ef9925074cae235b0277275667e9fb0fcdb0d866472a8efe042e6ba222514a4"
+PROTO_SHA256 = "b56b1840045bd369f51a7901fd7f128bb7273c1be90fd0ca6ee327f048bc8690"
 
 _FILE = base64.b64decode("""
 Cg1kaXN0aWxsLnByb3RvEg9hbWN0X2Z4LmRpc3RpbGwitwUKEUFNQ1REaXN0aWxsQ29uZmlnEh4KCWJhdGNoX251bRgBIAEo

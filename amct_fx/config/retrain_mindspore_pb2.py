@@ -5,7 +5,7 @@ from typing import Any
 
 from google.protobuf import descriptor_pool, message_factory
 
-PROTO_SHA256 = "bf4162d2c3aec259f0564af5915bdc7d5ca6badee9e94bc9d0105ce78b29b219"
+PROTO_SHA256 = "dc7d24b5a9212e35566aa6f96dc9bcb95bb55e57cd2f1008ca53b9a20c7c4307"
 
 _FILE = base64.b64decode("""
 ChdyZXRyYWluX21pbmRzcG9yZS5wcm90bxIZYW1jdF9meC5yZXRyYWluX21pbmRzcG9yZSLkBAoRQU1DVFJldHJhaW5Db25m

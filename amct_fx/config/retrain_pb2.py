@@ -5,7 +5,7 @@ from typing import Any
 
 from google.protobuf import descriptor_pool, message_factory
 
-PROTO_SHA256 = "b3c5d4a359d283d68a141039d883a738908f099ce658ca8b7ac8acde6f0d8e16"
+PROTO_SHA256 = "4e3c6f08d0bc9ac44f26b6c416691c782c17c7a728019f5541af616de6d52567"
 
 _FILE = base64.b64decode("""
 Cg1yZXRyYWluLnByb3RvEg9hbWN0X2Z4LnJldHJhaW4i9AYKEUFNQ1RSZXRyYWluQ29uZmlnEh4KCWJhdGNoX251bRgBIAEo
