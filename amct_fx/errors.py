@@ -28,6 +28,7 @@ __all__ = [
     "ConfigTypeError",
     "ConvertError",
     "InputDataError",
+    "LayerTypeError",
     "MissingExtraError",
     "ModelError",
     "ModelStateError",
@@ -102,6 +103,10 @@ class ModelError(AmctError, ValueError):
 
 class ModelTypeError(AmctError, TypeError):
     """Something that is not a ``torch.nn.Module`` was given as the model."""
+
+
+class LayerTypeError(ModelTypeError, RuntimeError):
+    """A layer of another class than the one asked for; AMCT raises either of both classes."""
 
 
 class ModelStateError(AmctError, RuntimeError):

@@ -26,11 +26,16 @@ _REASON = "it never ran while the model was calibrated and trained"
 def leave_unused_layers_float(model: nn.Module) -> None:
     """Turn the layers of islands that never saw an input back into float layers, with a warning.
 
+    Single operators whose configuration switches them off become float layers without one.
+
     Nothing happens when no layer at all has run: that model was never calibrated.
 
     Args:
         model: A prepared model; changed in place.
     """
+    for module in list(model.modules()):
+        if isinstance(module, QATLayer) and module.stays_float:
+            module.revert()
     unused = dict(_never_called(model))
     if not unused or not _anything_ran(model):
         return

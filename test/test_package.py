@@ -47,6 +47,7 @@ def test_the_public_names_are_these() -> None:
         "ConfigTypeError",
         "ConvertError",
         "InputDataError",
+        "LayerTypeError",
         "MissingExtraError",
         "ModelError",
         "ModelStateError",

@@ -9,6 +9,29 @@ for byte, those of AMCT; ``docs/configuration.md`` lists where a value in them d
 """
 
 from amct_fx.amct_pytorch.distill import create_distill_config
+from amct_fx.amct_pytorch.ops import (
+    GRUQAT,
+    LSTMQAT,
+    Conv1dQAT,
+    Conv2dQAT,
+    Conv3dQAT,
+    ConvTranspose1dQAT,
+    ConvTranspose2dQAT,
+    LinearQAT,
+    MatMulQAT,
+)
 from amct_fx.amct_pytorch.quant import create_quant_retrain_config
 
-__all__ = ["create_distill_config", "create_quant_retrain_config"]
+__all__ = [
+    "GRUQAT",
+    "LSTMQAT",
+    "Conv1dQAT",
+    "Conv2dQAT",
+    "Conv3dQAT",
+    "ConvTranspose1dQAT",
+    "ConvTranspose2dQAT",
+    "LinearQAT",
+    "MatMulQAT",
+    "create_distill_config",
+    "create_quant_retrain_config",
+]

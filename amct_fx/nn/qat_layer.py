@@ -118,6 +118,11 @@ class QATLayer(nn.Module):
         self._input_owner = (owner,)  # a tuple, so that the owner is no sub-module
 
     @property
+    def stays_float(self) -> bool:
+        """Whether the layer has no quantizer at all, and converts to the float layer."""
+        return False
+
+    @property
     def weight_quantizers(self) -> dict[str, str]:
         """The attribute of each weight's fake-quantizer, by the weight's name."""
         # Not a constant of the class: those the tracer of PyTorch 2.7 reads only when plain.
