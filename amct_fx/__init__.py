@@ -10,6 +10,7 @@ The four lines of use::
 
 from amct_fx.checkpoint import load_checkpoint, save_checkpoint
 from amct_fx.config import CompressionConfig, load_config
+from amct_fx.control import param_groups
 from amct_fx.convert import convert_amct
 from amct_fx.errors import (
     AmctError,
@@ -65,6 +66,7 @@ __all__ = [
     "get_qconfig_mapping",
     "load_checkpoint",
     "load_config",
+    "param_groups",
     "prepare_qat_amct",
     "save_checkpoint",
     "summarize",

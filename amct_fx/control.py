@@ -28,7 +28,7 @@ __all__ = [
     "enable_observer",
     "freeze_bn",
     "freeze_ranges",
-    "parameter_groups",
+    "param_groups",
 ]
 
 
@@ -92,31 +92,46 @@ def freeze_bn(model: nn.Module, pattern: str = "*") -> list[str]:
     return names
 
 
-def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
+def param_groups(
+    model: nn.Module,
+    *,
+    lr: float | None = None,
+    weight_decay: float | None = None,
+    range_lr: float | None = None,
+) -> list[dict[str, Any]]:
     """Split the parameters for an optimizer: clips and learned weight scales must not decay.
 
     Decay pulls a range to zero, whatever the data needs.
 
     Args:
         model: A prepared model, wrapped or not.
-        weight_decay: For all other parameters.
+        lr: Learning rate of all parameters; ``None`` for that of the optimizer.
+        weight_decay: For all other parameters; ``None`` for that of the optimizer.
+        range_lr: Learning rate of the ranges; ``None`` for the same as the others.
 
     Returns:
         Two groups, first the other parameters, then the ranges, with a weight decay of 0. Each
         parameter of the model stands in one of them, once.
 
     Example:
+        >>> import torch
         >>> from torch import nn
         >>> from amct_fx import prepare_qat_amct
         >>> model = prepare_qat_amct(nn.Sequential(nn.Linear(4, 2)))
-        >>> [len(group["params"]) for group in parameter_groups(model, weight_decay=0.01)]
+        >>> groups = param_groups(model, range_lr=1e-4)
+        >>> [len(group["params"]) for group in groups]
         [2, 2]
+        >>> optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.01)
+        >>> [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+        [(0.001, 0.01), (0.0001, 0.0)]
     """
     ranges = {p: None for _, quantizer in _quantizers(model) for p in quantizer.parameters()}
     others = [parameter for parameter in model.parameters() if parameter not in ranges]
+    range_lr = lr if range_lr is None else range_lr
+    settings = {"lr": lr, "weight_decay": weight_decay}, {"lr": range_lr, "weight_decay": 0.0}
     return [
-        {"params": others, "weight_decay": weight_decay},
-        {"params": list(ranges), "weight_decay": 0.0},
+        {"params": members, **{key: value for key, value in given.items() if value is not None}}
+        for members, given in zip((others, list(ranges)), settings, strict=True)
     ]
 
 

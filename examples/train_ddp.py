@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import amct_fx
-from amct_fx import control
 
 
 def make_model() -> nn.Sequential:
@@ -48,7 +47,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 def train(model: nn.Module, data: TensorDataset, epochs: int) -> None:
     """Train ``model`` on this rank's share of ``data``; the learned ranges do not decay."""
     sampler: DistributedSampler[TensorDataset] = DistributedSampler(data, seed=0)
-    groups = control.parameter_groups(model, weight_decay=0.01)
+    groups = amct_fx.param_groups(model, weight_decay=0.01)
     optimizer = torch.optim.AdamW(groups, lr=3e-3)
     model.train()
     for epoch in range(epochs):

@@ -131,10 +131,10 @@ def test_a_schedule_needs_a_prepared_model():
         control.QATSchedule().apply(Net())
 
 
-def test_parameter_groups_hold_each_parameter_once_and_ranges_do_not_decay():
+def test_param_groups_hold_each_parameter_once_and_ranges_do_not_decay():
     cfg = "retrain_weight_quant_config { ulq_retrain { } }"
     model = prepare_qat_amct(Pyramid(), cfg, reused="quantize")
-    others, ranges = control.parameter_groups(model, weight_decay=0.1)
+    others, ranges = control.param_groups(model, weight_decay=0.1)
     both = [*others["params"], *ranges["params"]]
     assert len(both) == len(set(both))
     assert set(both) == set(model.parameters())

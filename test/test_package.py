@@ -58,6 +58,7 @@ def test_the_public_names_are_these() -> None:
         "get_qconfig_mapping",
         "load_checkpoint",
         "load_config",
+        "param_groups",
         "prepare_qat_amct",
         "save_checkpoint",
         "summarize",
