@@ -36,7 +36,7 @@ from amct_fx.errors import (
 )
 from amct_fx.prepare import prepare_qat_amct
 from amct_fx.qconfig import get_qconfig_mapping
-from amct_fx.report import summarize
+from amct_fx.report import analyze, summarize
 
 __version__ = "0.1.0"
 
@@ -62,6 +62,7 @@ __all__ = [
     "ModelTypeError",
     "RecordError",
     "RecordParseError",
+    "analyze",
     "convert_amct",
     "get_qconfig_mapping",
     "load_checkpoint",

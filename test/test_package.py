@@ -54,6 +54,7 @@ def test_the_public_names_are_these() -> None:
         "ModelTypeError",
         "RecordError",
         "RecordParseError",
+        "analyze",
         "convert_amct",
         "get_qconfig_mapping",
         "load_checkpoint",

@@ -1,5 +1,16 @@
-"""Reports: what became of each layer, and why."""
+"""Reports: what became of each layer, which layers lose accuracy, and pages to look at."""
 
+from amct_fx.report.analysis import Analysis, LayerAnalysis, Sensitivity, Suggestion
+from amct_fx.report.analyze import analyze
 from amct_fx.report.summary import Summary, SummaryRow, summarize
 
-__all__ = ["Summary", "SummaryRow", "summarize"]
+__all__ = [
+    "Analysis",
+    "LayerAnalysis",
+    "Sensitivity",
+    "Suggestion",
+    "Summary",
+    "SummaryRow",
+    "analyze",
+    "summarize",
+]

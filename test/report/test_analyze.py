@@ -1,0 +1,560 @@
+"""``analyze``: figures against brute force, ranking, suggestions, models and data of any form."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from amct_fx import (
+    InputDataError,
+    ModelStateError,
+    ModelTypeError,
+    analyze,
+    control,
+    convert_amct,
+    load_config,
+    prepare_qat_amct,
+)
+from amct_fx.report import Analysis, Suggestion
+from test.networks import Net, NetWithIsland, example
+
+
+class Chain(nn.Module):
+    """Four layers in a row with activations that work in place; no two share a quantizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(3, 8, 3, padding=1)
+        self.b = nn.Conv2d(8, 8, 3, padding=1)
+        self.c = nn.Conv2d(8, 8, 1)
+        self.d = nn.Linear(8, 4)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.a(x))
+        x = self.act(self.b(x)).add_(x)
+        x = self.act(self.c(x))
+        return self.d(x.mean((2, 3)))
+
+
+def prepared_and_float(cls: type[nn.Module] = Chain, **options: Any) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = cls().eval()
+    prepared = prepare_qat_amct(model, **options)
+    prepared(example(4))
+    return prepared, model
+
+
+def quiet(*args: Any, **kwargs: Any) -> Analysis:
+    return analyze(*args, progress=False, **kwargs)
+
+
+def mse(a: Tensor, b: Tensor) -> float:
+    return float(F.mse_loss(a, b).detach())
+
+
+@torch.no_grad()
+def with_only(prepared: nn.Module, names: list[str], x: Tensor) -> Tensor:
+    """Run with some layers quantized, by the switches of the quantizers."""
+    model = copy.deepcopy(prepared).eval()
+    control.disable_fake_quant(model)
+    for name in names:
+        control.enable_fake_quant(model, name)
+    return model(x)
+
+
+NAMES = ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_alone_quantized_does_what_its_switches_do(name: str) -> None:
+    prepared, model = prepared_and_float()
+    x = example(4)
+    found = quiet(prepared, model, x).layer(name).sensitivity
+    assert found is not None
+    expected = mse(with_only(prepared, [name], x), model(x))
+    assert found.alone_quantized == pytest.approx(expected, rel=1e-4)
+    assert found.harm == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_alone_float_does_what_its_switches_do(name: str) -> None:
+    prepared, model = prepared_and_float()
+    x = example(4)
+    found = quiet(prepared, model, x)
+    others = [other for other in NAMES if other != name]
+    expected = mse(with_only(prepared, others, x), model(x))
+    sensitivity = found.layer(name).sensitivity
+    assert sensitivity is not None
+    assert sensitivity.alone_float == pytest.approx(expected, rel=1e-4)
+    assert sensitivity.gain == pytest.approx(found.quantized_value - expected, rel=1e-3, abs=1e-12)
+    assert found.quantized_value == pytest.approx(mse(prepared(x), model(x)), rel=1e-4)
+
+
+def test_of_two_layers_that_share_a_quantizer_one_can_be_quantized_alone() -> None:
+    prepared, model = prepared_and_float(Net)
+    x = example(4)
+    found = quiet(prepared, model, x).layer("right").sensitivity
+    own = prepare_qat_amct(model, 'skip_layers: "stem" skip_layers: "left" skip_layers: "head"')
+    own.load_state_dict(prepared.state_dict(), strict=False)
+    quantizer = prepared.get_submodule("left.input_fake_quant")
+    own.get_submodule("right.input_fake_quant").load_state_dict(quantizer.state_dict())
+    assert found is not None
+    assert found.alone_quantized == pytest.approx(mse(own.eval()(x), model(x)), rel=1e-4)
+
+
+def test_the_error_of_a_weight_is_that_of_its_quantizer() -> None:
+    prepared, model = prepared_and_float()
+    found = quiet(prepared, model, example()).layer("b").weight
+    weight = prepared.get_submodule("b").weight.detach().double()  # type: ignore[operator, union-attr]
+    quantized = prepared.get_submodule("b").quantized_weight().detach().double()  # type: ignore[operator]
+    sqnr = 10 * torch.log10((weight**2).sum() / ((quantized - weight) ** 2).sum())
+    assert found is not None
+    assert found.sqnr == pytest.approx(float(sqnr), abs=1e-3)
+    assert found.cosine == pytest.approx(
+        float(F.cosine_similarity(weight.flatten(), quantized.flatten(), 0)), abs=1e-6
+    )
+
+
+def test_inputs_and_outputs_are_compared_with_the_float_model() -> None:
+    prepared, model = prepared_and_float()
+    x = example(4)
+    seen: dict[str, list[Tensor]] = {}
+    for which in (model, prepared.eval()):
+        layer = which.get_submodule("c")
+        handle = layer.register_forward_hook(
+            lambda _m, args, output: seen.setdefault("c", []).extend(
+                [args[0].clone(), output.clone()]
+            )
+        )
+        which(x)
+        handle.remove()
+    found = quiet(prepared, model, x).layer("c")
+    inputs, outputs = seen["c"][0::2], seen["c"][1::2]
+    for error, (f, q) in ((found.input, inputs), (found.output, outputs)):
+        assert error is not None
+        expected = 10 * torch.log10((f.double() ** 2).sum() / ((q - f).double() ** 2).sum())
+        assert error.sqnr == pytest.approx(float(expected), abs=1e-2)
+
+
+def test_a_float_model_with_other_weights_is_another_reference() -> None:
+    prepared, model = prepared_and_float()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.d.bias += 1.0  # type: ignore[operator, union-attr]
+    found = quiet(prepared, other, example())
+    assert found.unquantized_value == pytest.approx(1.0, rel=1e-4)
+    assert found.float_value == 0
+    assert found.layer("d").sensitivity.harm < 0.01  # type: ignore[union-attr]
+
+
+def test_without_a_float_model_the_quantizers_off_are_the_reference() -> None:
+    prepared, model = prepared_and_float()
+    x = example(4)
+    without, given = quiet(prepared, None, x), quiet(prepared, model, x)
+    assert without.quantized_value == pytest.approx(given.quantized_value, rel=1e-5)
+    assert without.ranking == given.ranking
+
+
+def outlier_channel(model: nn.Module) -> None:
+    """Feed layer ``c`` one channel that is 1000 times as large, and let it ignore most of it."""
+    with torch.no_grad():
+        b, c = model.get_submodule("b"), model.get_submodule("c")
+        b.weight[0] *= 1000  # type: ignore[operator, index]
+        b.bias[0] = 1000  # type: ignore[operator, index]
+        c.weight[:, 0] /= 1000  # type: ignore[operator, index]
+
+
+def test_the_layer_with_an_outlier_channel_ranks_first_and_skipping_it_restores_the_loss() -> None:
+    torch.manual_seed(0)
+    model = Chain().eval()
+    outlier_channel(model)
+    x = example(16)
+    target = model(x).argmax(1)
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(output, batch[1])
+
+    prepared = prepare_qat_amct(model)
+    prepared(x)
+    found = quiet(prepared, model, [(x, target)], metric=loss, greater_is_better=False)
+    assert found.ranking[0] == "c"
+    assert found.suggestions[0].layers == ("c",)
+    assert found.metric == "loss"
+    again = prepare_qat_amct(model, found.suggestions[0].cfg)
+    again(x)
+    float_loss = float(loss(model(x), (x, target)))
+    assert float(loss(again.eval()(x), (x, target))) == pytest.approx(float_loss, abs=0.02)
+    assert found.suggestions[0].value == pytest.approx(float_loss, abs=0.02)
+
+
+def accuracy(output: Tensor, batch: Any) -> Tensor:
+    return (output.argmax(1) == batch[1]).double().mean()
+
+
+def test_the_metric_counts_samples_not_batches() -> None:
+    prepared, model = prepared_and_float()
+    x = example(5)
+    right = model(x).argmax(1)
+    wrong = (right + 1) % 4
+    data = [(x[:4], right[:4]), (x[4:], wrong[4:])]
+    found = quiet(prepared, model, data, metric=accuracy)
+    assert found.float_value == pytest.approx(4 / 5)
+    assert (found.batches, found.samples, found.metric) == (2, 5, "accuracy")
+
+
+def test_suggestions_go_on_until_the_wanted_value_is_reached() -> None:
+    prepared, model = prepared_and_float()
+    x = example(4)
+    everything = quiet(prepared, model, x, max_skips=4)
+    values = [item.value for item in everything.suggestions]
+    assert values[-1] == pytest.approx(0, abs=1e-12)
+    wanted = values[1]
+    found = quiet(prepared, model, x, wanted=wanted)
+    assert [len(item.layers) for item in found.suggestions] == [1, 2]
+    assert [item.reached for item in found.suggestions] == [False, True]
+    assert quiet(prepared, model, x, wanted=1e9).suggestions == ()
+
+
+def test_suggested_lines_are_a_configuration_whatever_the_names() -> None:
+    lines = Suggestion(('a"b', "c.d"), 1.0, 0.1).cfg
+    assert load_config(lines).quant_skip_layers == ('a"b', "c.d")
+
+
+def test_where_the_metric_cannot_tell_layers_rank_by_the_error_they_make() -> None:
+    prepared, model = prepared_and_float()
+    x = example(4)
+    data = [(x, model(x).argmax(1))]
+    found = quiet(prepared, model, data, metric=lambda output, batch: 1.0)
+    errors = [found.layer(name).sensitivity.output_mse for name in found.ranking]  # type: ignore[union-attr]
+    assert errors == sorted(errors, reverse=True)
+    assert found.metric == "metric"
+
+
+def test_nothing_changes_in_the_models() -> None:
+    prepared, model = prepared_and_float()
+    prepared.train()
+    model.train()
+    hooks = [len(part._forward_hooks) for part in (*prepared.modules(), *model.modules())]
+    before = {k: v.clone() for k, v in (prepared.state_dict() | model.state_dict()).items()}
+    random = torch.get_rng_state()
+    quiet(prepared, model, example(4))
+    after = prepared.state_dict() | model.state_dict()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert hooks == [len(part._forward_hooks) for part in (*prepared.modules(), *model.modules())]
+    for which in (prepared, model):
+        assert all(part.training for part in which.modules())
+        assert not any("forward" in vars(part) for part in which.modules())
+
+
+def test_the_batch_is_not_changed_by_a_model_that_works_in_place() -> None:
+    class Greedy(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mul_(2.0))
+
+    prepared, model = prepared_and_float(Greedy)
+    x = example(4)
+    expected = x.clone()
+    quiet(prepared, model, [x])
+    assert torch.equal(x, expected)
+
+
+def test_layers_before_the_one_looked_at_are_not_computed_again() -> None:
+    class Deep(nn.Module):
+        def __init__(self, depth: int) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(depth)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x)
+
+    def evaluations(depth: int) -> int:
+        prepared = prepare_qat_amct(Deep(depth))
+        x = torch.randn(8, 4)
+        prepared(x)
+        count = 0
+        original = F.linear
+
+        def counted(*args: Any) -> Tensor:
+            nonlocal count
+            count += 1
+            return original(*args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(F, "linear", counted)
+            quiet(prepared, None, x, max_skips=0)
+        return count
+
+    for depth in (4, 8):
+        runs = depth * (depth + 1) // 2  # of each layer and all behind it
+        again = 3 * depth  # the local error of each layer, once for each choice of quantizers
+        assert evaluations(depth) == 2 * depth + 2 * runs + again
+
+
+def test_progress_goes_up_to_the_end() -> None:
+    prepared, model = prepared_and_float()
+    steps: list[tuple[str, int, int]] = []
+    analyze(prepared, model, [example(), example()], progress=lambda *step: steps.append(step))
+    first = [step for step in steps if step[0] == "Analyzing layers"]
+    assert [done for _, done, _ in first] == list(range(1, 2 * (3 + 8) + 1))
+    assert {total for _, _, total in first} == {22}
+    assert steps[-1][1] == steps[-1][2]
+
+
+def test_islands_are_measured() -> None:
+    prepared, model = prepared_and_float(NetWithIsland)
+    x = example(4)
+    found = quiet(prepared, model, x)
+    assert {layer.name for layer in found.layers} == {
+        "stem",
+        "middle.conv",
+        "middle.tail.0",
+        "head",
+    }
+    expected = mse(with_only(prepared, ["middle.conv"], x), model(x))
+    sensitivity = found.layer("middle.conv").sensitivity
+    assert sensitivity is not None
+    assert sensitivity.alone_quantized == pytest.approx(expected, rel=1e-4)
+
+
+def test_layers_that_no_batch_reaches_are_named() -> None:
+    prepared, model = prepared_and_float(NetWithIsland)
+    found = quiet(prepared, model, example(2))
+    assert "middle.tail.0" in found.notes[-1]
+    assert "middle.tail.0" not in found.ranking
+
+
+class Twice(nn.Module):
+    """Calls one layer twice, on different values, and returns a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.again = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        y = self.again(self.first(x))
+        return self.again(y), {"hidden": y, "n": 3}
+
+
+@pytest.mark.filterwarnings("ignore:one forward calls:amct_fx.AmctWarning")
+def test_reused_layers_and_tuples_are_measured() -> None:
+    torch.manual_seed(0)
+    model = Twice()
+    prepared = prepare_qat_amct(model, reused="quantize")
+    x = torch.randn(16, 4)
+    prepared(x)
+    found = quiet(prepared, model, x)
+    assert found.layer("again").calls == 2
+    on = with_only(prepared, ["again"], x)
+    off = model(x)
+    pair = [torch.cat([out[0].flatten(), out[1]["hidden"].flatten()]) for out in (on, off)]  # type: ignore[index]
+    sensitivity = found.layer("again").sensitivity
+    assert sensitivity is not None
+    assert sensitivity.alone_quantized == pytest.approx(mse(*pair), rel=1e-4)
+
+
+@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_are_measured(cls: type[nn.Module]) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = cls(4, 8, batch_first=True)
+            self.head = nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.rnn(x)[0][:, -1])
+
+    torch.manual_seed(0)
+    model = Recurrent()
+    prepared = prepare_qat_amct(model)
+    x = torch.randn(8, 5, 4)
+    prepared(x)
+    found = quiet(prepared, model, x)
+    expected = mse(with_only(prepared, ["rnn"], x), model(x))
+    layer = found.layer("rnn")
+    assert layer.sensitivity is not None
+    assert layer.sensitivity.alone_quantized == pytest.approx(expected, rel=1e-3)
+    assert layer.output is not None
+    assert 20 < layer.output.sqnr < 80
+
+
+def test_mappings_are_keyword_arguments() -> None:
+    class Keywords(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> dict[str, Tensor]:
+            return {"logits": self.fc(x if scale is None else x * scale)}
+
+    model = Keywords()
+    prepared = prepare_qat_amct(model)
+    batch = {"x": torch.randn(8, 4), "scale": torch.tensor(2.0)}
+    prepared(**batch)
+    assert quiet(prepared, model, [batch, batch]).layer("fc").calls == 2
+    assert quiet(prepared, model, batch).samples == 8
+
+
+def test_forward_lets_batches_have_any_form() -> None:
+    prepared, model = prepared_and_float()
+
+    class Sample:
+        image = example(4)
+
+    found = quiet(prepared, model, [Sample()], forward=lambda m, batch: m(batch.image))
+    assert found.layer("a").calls == 1
+
+
+def test_an_iterator_can_be_used_and_only_so_far_as_wanted() -> None:
+    prepared, model = prepared_and_float()
+    taken: list[int] = []
+
+    def endless() -> Iterator[Tensor]:
+        while True:
+            taken.append(1)
+            yield example()
+
+    assert quiet(prepared, model, endless(), num_batches=2).batches == 2
+    assert len(taken) == 2
+
+
+def test_sensitivity_can_be_left_out() -> None:
+    prepared, model = prepared_and_float()
+    found = quiet(prepared, model, example(), sensitivity=False, max_skips=0)
+    assert found.layer("a").sensitivity is None
+    assert found.layer("a").output is not None
+    assert "harm alone" not in str(found)
+
+
+def test_dead_channels_of_weights_and_inputs_are_listed() -> None:
+    torch.manual_seed(0)
+    model = Chain().eval()
+    with torch.no_grad():
+        model.b.weight[2] = 0
+        model.b.weight[5] = 1e-30
+        model.b.bias[3] = -1e4  # its channel dies in the activation; the sum has the one of `a`
+        model.a.weight[3] = 0
+        model.a.bias[3] = -1
+    cfg = "retrain_weight_quant_config { arq_retrain { channel_wise: true } } skip_layers: 'd'"
+    prepared = prepare_qat_amct(model, cfg)
+    prepared(example(4))
+    found = quiet(prepared, model, example(4))
+    assert found.layer("b").dead_channels == (2, 5)
+    assert found.layer("c").dead_inputs == (3,)
+    assert found.layer("a").dead_inputs == ()
+
+
+def test_codes_and_saturation_are_those_of_the_quantizer() -> None:
+    prepared, model = prepared_and_float()
+    x = 3 * example(4)
+    found = quiet(prepared, model, x).layer("a")
+    quantizer = prepared.get_submodule("a.input_fake_quant")
+    scale, zero = quantizer.calculate_qparams()  # type: ignore[operator]
+    codes = torch.round(x / scale) + zero
+    use = found.input_codes
+    assert use is not None
+    assert use.saturated == pytest.approx(((codes < -128) | (codes > 127)).double().mean().item())
+    assert use.unused == 256 - len(codes.clamp(-128, 127).unique())
+    assert sum(use.counts) == x.numel()
+    assert found.input_histogram is not None
+    assert sum(found.input_histogram.counts) == x.numel()
+    assert found.input_histogram.low <= x.min()
+    assert found.input_histogram.high >= x.max()
+    assert found.input_histogram.clip_max == pytest.approx(quantizer.clip_max.item())  # type: ignore[union-attr, operator]
+
+
+def test_the_dictionary_is_json_without_numbers_that_are_not_finite() -> None:
+    torch.manual_seed(0)
+    model = Chain().eval()
+    with torch.no_grad():
+        model.a.weight.zero_()
+        model.a.bias.zero_()
+    prepared = prepare_qat_amct(model)
+    prepared(example(4))
+    found = quiet(prepared, model, example(4))
+    assert found.layer("a").weight.sqnr == math.inf  # type: ignore[union-attr]
+    data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert [layer["layer"] for layer in data["layers"]] == NAMES
+    assert data["layers"][0]["weight_sqnr"] is None
+
+
+def test_bf16_models_can_be_analyzed() -> None:
+    torch.manual_seed(0)
+    model = Chain().eval().bfloat16()
+    prepared = prepare_qat_amct(model)
+    x = example(4).bfloat16()
+    prepared(x)
+    assert len(quiet(prepared, model, x).ranking) == 4
+
+
+def test_only_a_prepared_and_calibrated_model_can_be_analyzed() -> None:
+    prepared, model = prepared_and_float()
+    with pytest.raises(ModelStateError, match="not prepared"):
+        analyze(model, model, example())
+    with pytest.raises(ModelStateError, match="already converted; analyze the prepared"):
+        analyze(convert_amct(prepared), model, example())
+    with pytest.raises(ModelStateError, match="never calibrated"):
+        analyze(prepare_qat_amct(model), model, example())
+    with pytest.raises(ModelTypeError, match="Module, not str"):
+        analyze("model", model, example())  # type: ignore[arg-type]
+    with pytest.raises(ModelTypeError, match="float_model"):
+        analyze(prepared, example(), example())  # type: ignore[arg-type]
+
+
+def test_a_layer_that_was_not_calibrated_is_measured_as_float() -> None:
+    torch.manual_seed(0)
+    model = NetWithIsland().eval()
+    prepared = prepare_qat_amct(model)
+    prepared(example(2))  # takes the way around the tail
+    found = quiet(prepared, model, example(4))
+    assert found.notes == ("not calibrated, so measured as float: middle.tail.0",)
+    assert not prepared.get_submodule("middle.tail.0.input_fake_quant").is_calibrated
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "no batch"),
+        (iter(()), "no batch"),
+        (5, "iterable of batches"),
+        ("images", "iterable of batches"),
+        ([torch.randn(2, 5, 8, 8)], r"batch 0 \(Tensor with shapes \[2, 5, 8, 8\]\)"),
+        ([(1, 2)], "cannot run on batch 0"),
+        ([{"y": torch.randn(2, 3, 8, 8)}], "unexpected keyword argument 'y'.*forward=lambda"),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused_with_what_to_do(data: Any, message: str) -> None:
+    prepared, model = prepared_and_float()
+    with pytest.raises(InputDataError, match=message):
+        analyze(prepared, model, data)
+
+
+def test_a_metric_that_is_no_number_is_refused() -> None:
+    prepared, model = prepared_and_float()
+    with pytest.raises(InputDataError, match="must return one number"):
+        analyze(prepared, model, example(), metric=lambda output, batch: output)
+
+
+def test_a_model_without_float_outputs_needs_a_metric() -> None:
+    class Classes(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).argmax(1)
+
+    prepared, model = prepared_and_float(Classes)
+    with pytest.raises(InputDataError, match="metric="):
+        analyze(prepared, model, example())
+    data = [(example(), model(example()))]
+    found = quiet(
+        prepared, model, data, metric=lambda output, batch: (output == batch[1]).double().mean()
+    )
+    assert found.float_value == 1.0
