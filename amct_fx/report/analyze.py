@@ -91,7 +91,7 @@ def analyze(
         >>> sorted(found.ranking), found.layer("0").weight.sqnr > 30
         (['0', '2'], True)
         >>> print(found.suggestions[0].cfg)
-        quant_skip_layers: "2"
+        quant_skip_layers: "..."
     """
     _check_float(float_model)
     usable, notes = _calibrated_layers(model)
