@@ -20,7 +20,11 @@ from amct_fx.amct_pytorch.ops import (
     LinearQAT,
     MatMulQAT,
 )
-from amct_fx.amct_pytorch.quant import create_quant_retrain_config
+from amct_fx.amct_pytorch.quant import (
+    create_quant_retrain_config,
+    create_quant_retrain_model,
+    restore_quant_retrain_model,
+)
 
 __all__ = [
     "GRUQAT",
@@ -34,4 +38,6 @@ __all__ = [
     "MatMulQAT",
     "create_distill_config",
     "create_quant_retrain_config",
+    "create_quant_retrain_model",
+    "restore_quant_retrain_model",
 ]

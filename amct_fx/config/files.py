@@ -15,7 +15,7 @@ from amct_fx.errors import ConfigError, ConfigFileNotFoundError, ConfigTypeError
 if TYPE_CHECKING:
     import re
 
-__all__ = ["MAX_BYTES", "read_source", "read_text", "replacing", "write_text"]
+__all__ = ["MAX_BYTES", "make_folder", "read_source", "read_text", "replacing", "write_text"]
 
 #: Larger files are refused at once; 4 MiB hold the settings of more than 10,000 layers.
 MAX_BYTES = 4 * 1024 * 1024
@@ -144,7 +144,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         b'content'
     """
     target = Path(path)
-    _make_folder(target.parent)
+    make_folder(target.parent)
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=".amct-fx-")
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -158,9 +158,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         raise
 
 
-def _make_folder(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
     """Make a folder and its parents, each with the same mode."""
     if folder.exists():
         return
-    _make_folder(folder.parent)
+    make_folder(folder.parent)
     folder.mkdir(mode=_FOLDER_MODE, exist_ok=True)

@@ -1,0 +1,244 @@
+"""Creating, restoring and saving models with AMCT's functions."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+import amct_fx.amct_pytorch as amct
+from amct_fx import prepare_qat_amct
+from amct_fx.errors import AmctError
+from test.golden.networks import NoLayers, PlainChain
+from test.golden.reader import load_final_state, networks
+
+X = torch.rand(2, 3, 8, 8)
+
+
+class Folder:
+    """Paths of the files of one script."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = str(path / "config.json")
+        self.record = str(path / "out" / "record.txt")
+        self.pth = str(path / "model.pth")
+        self.save = str(path / "out" / "net")
+
+    def configure(self, model: nn.Module, cfg: str | None = None) -> None:
+        definition = None
+        if cfg is not None:
+            definition = str(self.path / "quant.cfg")
+            Path(definition).write_text(cfg)
+        amct.create_quant_retrain_config(self.config, model, X, definition)
+
+    def create(self, model: nn.Module, cfg: str | None = None) -> nn.Module:
+        self.configure(model, cfg)
+        return amct.create_quant_retrain_model(self.config, model, self.record, X)
+
+    def restore(self, model: nn.Module, name: str | None = None) -> nn.Module:
+        return amct.restore_quant_retrain_model(self.config, model, self.record, X, self.pth, name)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path)
+
+
+def train(model: nn.Module, steps: int = 3) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for seed in range(steps):
+        optimizer.zero_grad()
+        torch.manual_seed(seed)
+        model(torch.rand(2, 3, 8, 8)).square().mean().backward()
+        optimizer.step()
+
+
+def test_the_signatures_are_amcts() -> None:
+    head = ["config_file", "model", "record_file"]
+    expected = {
+        amct.create_quant_retrain_model: [*head, "input_data"],
+        amct.restore_quant_retrain_model: [*head, "input_data", "pth_file", "state_dict_name"],
+    }
+    for function, names in expected.items():
+        parameters = inspect.signature(function).parameters
+        assert list(parameters) == names
+        optional = [name for name, p in parameters.items() if p.default is None]
+        assert optional == [name for name in names if name in ("state_dict_name",)]
+
+
+def test_create_prepares_a_copy_and_empties_the_record(folder: Folder) -> None:
+    model = PlainChain()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    Path(folder.record).parent.mkdir()
+    Path(folder.record).write_text("old")
+    prepared = folder.create(model, "batch_num: 2")
+    assert prepared.c1.input_fake_quant.batch_num == 2
+    assert prepared.training == model.training
+    assert type(model) is PlainChain
+    assert type(model.c1) is nn.Conv2d
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert Path(folder.record).read_text() == ""
+    assert Path(folder.record).stat().st_mode & 0o777 == 0o640
+
+
+def test_a_cfg_file_is_taken_as_well_as_json(folder: Folder) -> None:
+    path = folder.path / "quant.cfg"
+    path.write_text("batch_num: 3")
+    prepared = amct.create_quant_retrain_model(str(path), PlainChain(), folder.record, X)
+    assert prepared.c1.input_fake_quant.batch_num == 3
+
+
+def test_a_restored_model_trains_on_as_if_never_stopped(folder: Folder) -> None:
+    torch.manual_seed(0)
+    float_model = PlainChain()
+    model = folder.create(float_model, "batch_num: 2")
+    train(model)
+    torch.save({"net": model.state_dict(), "epoch": 3}, folder.pth)
+    torch.manual_seed(1)
+    restored = folder.restore(PlainChain(), "net")
+    for twin in (model, restored):
+        train(twin.train())
+    pairs = zip(model.state_dict().values(), restored.state_dict().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_checkpoint_of_amct_is_restored(folder: Folder) -> None:
+    final = load_final_state("tiny_default")
+    torch.save(dict(final.state), folder.pth)
+    network = getattr(networks, final.network)()
+    folder.configure(network)
+    restored = folder.restore(network).eval()
+    with torch.no_grad():
+        assert torch.allclose(restored(final.x), final.y, atol=5e-3)
+    assert restored.c1.input_fake_quant.is_calibrated
+
+
+@pytest.fixture
+def process_group() -> Any:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_ddp_models_are_unwrapped(folder: Folder) -> None:
+    model = DistributedDataParallel(PlainChain())
+    prepared = folder.create(model)
+    train(prepared)
+    torch.save(DistributedDataParallel(prepared).state_dict(), folder.pth)
+    restored = folder.restore(model)
+    pairs = zip(prepared.state_dict().values(), restored.state_dict().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+class Prepared:
+    """Stands for a prepared model in the table below."""
+
+
+CREATE_ERRORS: list[Any] = [
+    ({"config_file": 3}, TypeError, "config_file must be str, not int"),
+    ({"config_file": Path("a.json")}, TypeError, "config_file must be str"),
+    ({"config_file": ""}, ValueError, "config_file must name a file"),
+    ({"config_file": "out/"}, ValueError, "config_file must name a file"),
+    ({"config_file": "missing.json"}, FileNotFoundError, "no such configuration file"),
+    ({"config_file": "batch_num: 2"}, FileNotFoundError, "no such configuration file"),
+    ({"model": 3}, TypeError, "must be a torch.nn.Module"),
+    ({"model": nn.Conv2d(3, 3, 1)}, RuntimeError, "the model is a single Conv2d"),
+    ({"model": DataParallel(PlainChain())}, RuntimeError, "is wrapped in DataParallel"),
+    ({"model": Prepared}, RuntimeError, "already prepared"),
+    ({"record_file": None}, TypeError, "record_file must be str, not NoneType"),
+    ({"record_file": ""}, ValueError, "record_file must name a file"),
+    ({"record_file": "out/"}, ValueError, "record_file must name a file"),
+    ({"input_data": [X]}, RuntimeError, "input_data must be a tensor or a tuple.*not list"),
+    ({"input_data": torch.rand(2, 5, 8, 8)}, RuntimeError, "cannot run on"),
+]
+RESTORE_ERRORS: list[Any] = [
+    ({"pth_file": 3}, TypeError, "pth_file must be str, not int"),
+    ({"pth_file": "missing.pth"}, FileNotFoundError, "no such checkpoint"),
+    ({"state_dict_name": 3}, TypeError, "state_dict_name must be str or None"),
+    ({"state_dict_name": "net"}, KeyError, "has no 'net'"),
+    ({"pth_file": "other.pth"}, RuntimeError, "it has no 'c1.weight'"),
+]
+
+
+@pytest.fixture
+def arguments(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.chdir(folder.path)
+    model = PlainChain()
+    folder.configure(model)
+    torch.save(prepare_qat_amct(model).state_dict(), folder.pth)
+    torch.save(nn.Linear(2, 2).state_dict(), "other.pth")
+    return {
+        "config_file": folder.config,
+        "model": model,
+        "record_file": "record.txt",
+        "input_data": X,
+    }
+
+
+def refused(
+    function: Any, given: dict[str, Any], kind: type[Exception], message: str, folder: Folder
+) -> None:
+    """The call raises, and no file is new."""
+    if given["model"] is Prepared:
+        given["model"] = prepare_qat_amct(PlainChain())
+    before = sorted(folder.path.rglob("*"))
+    with pytest.raises(kind, match=message) as caught:
+        function(**given)
+    assert isinstance(caught.value, AmctError)
+    assert sorted(folder.path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("changes", "kind", "message"), CREATE_ERRORS)
+def test_wrong_arguments_of_create(
+    changes: Any, kind: Any, message: str, arguments: dict[str, Any], folder: Folder
+) -> None:
+    refused(amct.create_quant_retrain_model, arguments | changes, kind, message, folder)
+
+
+@pytest.mark.parametrize(("changes", "kind", "message"), [*CREATE_ERRORS, *RESTORE_ERRORS])
+def test_wrong_arguments_of_restore(
+    changes: Any, kind: Any, message: str, arguments: dict[str, Any], folder: Folder
+) -> None:
+    given = arguments | {"pth_file": folder.pth} | changes
+    refused(amct.restore_quant_retrain_model, given, kind, message, folder)
+
+
+def test_a_configuration_that_prunes_or_is_of_another_model_is_refused(folder: Folder) -> None:
+    folder.configure(PlainChain())
+    with pytest.raises(ValueError, match="no layer"):
+        amct.create_quant_retrain_model(folder.config, NoLayers(), folder.record, X)
+    pruning = folder.path / "prune.cfg"
+    pruning.write_text(
+        "prune_config { filter_pruner { balanced_l2_norm_filter_prune { prune_ratio: 0.5 } } }"
+    )
+    with pytest.raises(ValueError, match="only quantizes"):
+        amct.create_quant_retrain_model(str(pruning), PlainChain(), folder.record, X)
+    assert not Path(folder.record).exists()
+
+
+def test_a_full_disk_leaves_the_old_record(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.create(PlainChain())
+    Path(folder.record).write_text("old")
+
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        amct.create_quant_retrain_model(folder.config, PlainChain(), folder.record, X)
+    assert Path(folder.record).read_text() == "old"
+
+
+def test_nothing_is_warned_of(folder: Folder) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        folder.create(PlainChain())
