@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from amct_fx.nn import recomputing
 from amct_fx.nn.qat_layer import QATLayer
 from amct_fx.nn.qat_rnn import GRU, LSTM
 
@@ -38,10 +39,22 @@ class _ConvNd(QATLayer):
 
     def forward(self, input: Tensor, *, quantized: bool = False) -> Tensor:
         """Convolve the quantized input ``[N, C_in, *]`` with the fake-quantized weight."""
-        input = self.quantized_input(input, quantized)
+        input, weight = self.quantized_input(input, quantized), self.quantized_weight()
         layer: Any = self
-        output: Tensor = layer._conv_forward(input, self.quantized_weight(), self.bias)
+        source = self.source_of(input, weight)
+        if source is not None and _is_plain(layer, input, weight):
+            geometry = layer.stride, layer.padding, layer.dilation, False, layer.output_padding
+            return recomputing.convolution(
+                input, weight, self.bias, source, (*geometry, layer.groups)
+            )
+        output: Tensor = layer._conv_forward(input, weight, self.bias)
         return output
+
+
+def _is_plain(layer: Any, input: Tensor, weight: Tensor) -> bool:
+    """Say whether a convolution is just ``torch.convolution``: zeros around a whole batch."""
+    plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    return plain and input.dim() == weight.dim()
 
 
 class Conv1d(_ConvNd, nn.Conv1d):
@@ -83,9 +96,16 @@ class _ConvTransposeNd(QATLayer):
             self.spatial_dims,
             layer.dilation,
         )
+        weight = self.quantized_weight()
+        source = self.source_of(input, weight)
+        if source is not None and _is_plain(layer, input, weight):
+            geometry = layer.stride, layer.padding, layer.dilation, True, output_padding
+            return recomputing.convolution(
+                input, weight, self.bias, source, (*geometry, layer.groups)
+            )
         output: Tensor = type(self).operator(
             input,
-            self.quantized_weight(),
+            weight,
             self.bias,
             layer.stride,
             layer.padding,
@@ -119,8 +139,11 @@ class Linear(QATLayer, nn.Linear):
 
     def forward(self, input: Tensor, *, quantized: bool = False) -> Tensor:
         """Multiply the quantized input with the fake-quantized weight."""
-        input = self.quantized_input(input, quantized)
-        return F.linear(input, self.quantized_weight(), self.bias)
+        input, weight = self.quantized_input(input, quantized), self.quantized_weight()
+        source = self.source_of(input, weight)
+        if source is not None:
+            return recomputing.linear(input, weight, self.bias, source)
+        return F.linear(input, weight, self.bias)
 
 
 _CLASSES: tuple[type[QATLayer], ...] = (

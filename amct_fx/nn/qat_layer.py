@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantizeBase
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from amct_fx.nn.quantized import IntegerWeight, Quantize, QuantizedLayer
+    from amct_fx.observers import Source
 
 __all__ = ["QATLayer"]
 
@@ -137,6 +139,13 @@ class QATLayer(nn.Module):
     def quantized_input(self, input: Tensor, quantized: bool) -> Tensor:
         """Return the tensor the float operator runs on."""
         return input if quantized else self.input_quantizer(input)
+
+    def source_of(self, input: Tensor, weight: Tensor) -> Source | None:
+        """Return what a quantized ``input`` was made from, if backward may make it again."""
+        if torch.compiler.is_compiling() or not weight.requires_grad:
+            return None
+        quantizer = self.input_quantizer
+        return quantizer.source_of(input) if isinstance(quantizer, ULQFakeQuantize) else None
 
     def quantized_weight(self, name: str = "weight") -> Tensor:
         """Return a fake-quantized weight, in the shape and dtype of the parameter ``name``."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from amct_fx.observers import functional
 from amct_fx.observers._base import AmctFakeQuantize
+from amct_fx.observers._recompute import Source
 from amct_fx.observers.arq import ARQFakeQuantize
 from amct_fx.observers.ifmr import IFMRObserver, MinMaxObserver
 from amct_fx.observers.ulq import ULQFakeQuantize
@@ -24,6 +25,7 @@ __all__ = [
     "AmctFakeQuantize",
     "IFMRObserver",
     "MinMaxObserver",
+    "Source",
     "ULQFakeQuantize",
     "ULQWeightFakeQuantize",
     "functional",

@@ -40,10 +40,14 @@ def clip_with_excess(values: Tensor, lowest: Tensor, highest: Tensor) -> tuple[T
     return clamped, values - clamped
 
 
-def grad_inside(grad: Tensor, excess: Tensor) -> Tensor:
-    """Return ``grad`` where nothing was clipped, else 0."""
-    result: Tensor = torch.ops.aten.hardtanh_backward(grad, excess, -_DENORM_MIN, _DENORM_MIN)
-    return result
+def grad_inside(grad: Tensor, excess: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return ``grad`` where nothing was clipped, else 0; ``out`` may be ``excess``."""
+    limits = -_DENORM_MIN, _DENORM_MIN
+    if out is None:
+        result: Tensor = torch.ops.aten.hardtanh_backward(grad, excess, *limits)
+        return result
+    written: Tensor = torch.ops.aten.hardtanh_backward(grad, excess, *limits, grad_input=out)
+    return written
 
 
 def grad_above(grad: Tensor, excess: Tensor) -> Tensor:

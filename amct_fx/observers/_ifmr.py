@@ -15,6 +15,7 @@ from torch import Tensor
 
 from amct_fx.errors import CalibrationError
 from amct_fx.observers._checks import check_floating, check_num_bits
+from amct_fx.observers._reduce import flatten_in_memory_order
 from amct_fx.observers._scale import EPS
 
 _PERCENTILE = 0.999999
@@ -45,13 +46,6 @@ class IFMRResult:
     index: int
     candidates: Tensor
     losses: Tensor
-
-
-def flatten_in_memory_order(x: Tensor) -> Tensor:
-    """Return the elements of ``x`` as a vector, without a copy for any dense memory format."""
-    strides = x.stride()
-    order = sorted(range(x.dim()), key=lambda axis: -strides[axis])
-    return x.permute(order).reshape(-1)
 
 
 def finite_extremes(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,11 @@ _BELOW_EPS = 2.0**-23 - 2.0**-47
 """The float32 number before EPS."""
 
 
+def as_float32(x: Tensor) -> Tensor:
+    """Return ``x`` in float32; asking for the dtype first is cheaper than a needless ``x.to``."""
+    return x if x.dtype == torch.float32 else x.to(torch.float32)
+
+
 def one_below_eps(scale: Tensor) -> Tensor:
     """Replace what is less than :data:`EPS` by 1, in place; NaN stays.
 

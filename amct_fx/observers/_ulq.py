@@ -6,14 +6,12 @@ Notation, as in the formulas below: ``b`` bits, ``h = 2**(b-1)``, ``Q = 2**b - 1
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from amct_fx.observers._checks import check_floating, check_num_bits
-from amct_fx.observers._clip import clip_with_excess, grad_above, grad_inside, like
-from amct_fx.observers._scale import one_below_eps, symmetric_scale, true_divide
+from amct_fx.observers._scale import as_float32, one_below_eps, symmetric_scale, true_divide
+from amct_fx.observers._ulq_function import ulq_apply
 
 
 def ulq_effective_clips(
@@ -53,9 +51,9 @@ def ulq_effective_clips(
         if previous is None:
             upper = clip_max.to(torch.float32, copy=True)
             return upper, torch.zeros_like(upper) if fixed_min else clip_min.to(upper, copy=True)
-        upper = clip_max.to(torch.float32)
-        lower = torch.zeros_like(upper) if fixed_min else clip_min.to(torch.float32)
-        last_upper, last_lower = (clip.to(torch.float32) for clip in previous)
+        upper = as_float32(clip_max)
+        lower = torch.zeros_like(upper) if fixed_min else as_float32(clip_min)
+        last_upper, last_lower = as_float32(previous[0]), as_float32(previous[1])
         equal, negative, positive = upper == lower, upper < 0, lower > 0
         return (
             torch.where(equal | negative, last_upper, upper),
@@ -115,74 +113,6 @@ def ulq_qparams(
         return scale, offset.to(torch.int32)
 
 
-class _ULQFunction(torch.autograd.Function):
-    """Fake-quantize with the ULQ gradients.
-
-    The clips come twice: the original tensors receive the gradients, the effective ones (fresh
-    copies, see :func:`ulq_effective_clips`) are what forward computes with and backward saves. So
-    the parameters may be overwritten between forward and backward.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        clip_max: Tensor,
-        clip_min: Tensor,
-        upper: Tensor,
-        lower: Tensor,
-        scale: Tensor,
-        offset: Tensor,
-        num_bits: int,
-    ) -> Tensor:
-        """Return ``(clamp(RNE(x/s + o), qmin, qmax) - o) * s`` in the dtype of ``x``."""
-        s, o = scale.reshape(()), offset.reshape(())
-        ctx.save_for_backward(x, torch.stack((upper, lower)), s, o)
-        ctx.num_bits = num_bits
-        half = 2 ** (num_bits - 1)
-        codes = (x.to(torch.float32) / s).add_(o).round_().clamp_(-half, half - 1)
-        return codes.sub_(o).mul_(s).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x and of the original clips.
-
-        With U, L the elements above and below the representable range, u = (M on U, m on L, x
-        elsewhere)/s and e = (RNE(u) - u)/Q: grad_x = g outside U and L, grad_M = Σ g·(e + U),
-        grad_m = Σ g·(L - e).
-        """
-        x, clips, s, o = ctx.saved_tensors
-        half, steps = 2 ** (ctx.num_bits - 1), 2**ctx.num_bits - 1
-        values = x.to(torch.float32)
-        grad = like(grads[0], values)
-        clamped, excess = clip_with_excess(values, s * (-half - o), s * (half - 1 - o))
-        inside = grad_inside(grad, excess)
-        grad_x = inside.to(x.dtype)
-        if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
-            return grad_x, *[None] * 7
-        above, below = grad_above(grad, excess), grad_above(grad, excess.neg_())
-        u = clamped.div_(s)
-        products = u.round().sub_(u).div_(steps).mul_(inside)  # g·e; e of clipped elements:
-        v = clips / s
-        e_above, e_below = v.round().sub_(v).div_(steps).reshape(2)
-        grad_max = products.addcmul(above, 1 + e_above).addcmul_(below, e_below).sum()
-        products.neg_().addcmul_(above, e_above, value=-1).addcmul_(below, 1 - e_below)
-        shape = clips.shape[1:]
-        return grad_x, grad_max.reshape(shape), products.sum().reshape(shape), *[None] * 5
-
-
-def ulq_apply(
-    x: Tensor,
-    clips: tuple[Tensor, Tensor],
-    effective: tuple[Tensor, Tensor],
-    qparams: tuple[Tensor, Tensor],
-    num_bits: int,
-) -> Tensor:
-    """Fake-quantize ``x`` with ready-made effective clips and float (scale, offset)."""
-    result: Tensor = _ULQFunction.apply(x, *clips, *effective, *qparams, num_bits)  # type: ignore[no-untyped-call]
-    return result
-
-
 def ulq_fake_quantize(
     x: Tensor,
     clip_max: Tensor,
@@ -228,4 +158,4 @@ def ulq_fake_quantize(
     effective = ulq_effective_clips(clip_max, clip_min, fixed_min=fixed_min, previous=previous)
     with torch.no_grad():
         qparams = ulq_scale_offset(*effective, num_bits, symmetric)
-    return ulq_apply(x, (clip_max, clip_min), effective, qparams, num_bits)
+    return ulq_apply(x, (clip_max, clip_min), effective, qparams, num_bits)[0]

@@ -11,12 +11,13 @@ from amct_fx.errors import CalibrationError, ConfigError
 from amct_fx.observers._base import AmctFakeQuantize, in_recomputation
 from amct_fx.observers._checks import check_clips, check_positive_int
 from amct_fx.observers._ifmr import BatchCollector, finite_extremes
+from amct_fx.observers._recompute import Source, SourceOfLast
 from amct_fx.observers._ulq import (
-    ulq_apply,
     ulq_effective_clips,
     ulq_qparams,
     ulq_scale_offset,
 )
+from amct_fx.observers._ulq_function import ulq_apply
 
 Clips = tuple[Tensor, Tensor]
 
@@ -94,6 +95,7 @@ scale=0.00961109, zero_point=0, learning)
         self.force_fp16 = force_fp16
         self._calibrated = clips is not None
         self._collector = BatchCollector(num_bits, batch_num)
+        self._sources = SourceOfLast()
         flag = torch.zeros(1, device=(factory_kwargs or {}).get("device"), dtype=torch.float32)
         upper, lower = clips or (1.0, -1.0)
         self.clip_max = torch.nn.Parameter(torch.full_like(flag, upper))
@@ -126,6 +128,13 @@ scale=0.00961109, zero_point=0, learning)
         if not self._fake_quant_on:
             return x
         return self._quantize(x, self._effective_clips(), write=self.training)
+
+    def source_of(self, y: Tensor) -> Source | None:
+        """Return what ``y`` was made from, so that a layer need not keep it for backward.
+
+        Known while gradients are recorded in eager, for the last output of this quantizer.
+        """
+        return self._sources.of(y)
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return ``(scale, zero_point)`` of the current clips; nothing is written.
@@ -193,7 +202,10 @@ scale=0.00961109, zero_point=0, learning)
         """Fake-quantize with effective clips; ``write`` keeps them and their scale."""
         with torch.no_grad():
             qparams = ulq_scale_offset(*effective, self.num_bits, self.symmetric)
-        y = ulq_apply(x, (self.clip_max, self.clip_min), effective, qparams, self.num_bits)
+        clips = self.clip_max, self.clip_min
+        y, source = ulq_apply(x, clips, effective, qparams, self.num_bits)
+        if source is not None:
+            self._sources.remember(y, source)
         if write:
             self._write(effective, qparams)
         return y
@@ -201,15 +213,20 @@ scale=0.00961109, zero_point=0, learning)
     @torch.no_grad()
     def _write(self, effective: Clips, qparams: Clips) -> None:
         """Store clips, scale and offset in place."""
-        for target, value in (
-            (self.clip_max, effective[0]),
-            (self.clip_min, effective[1]),
-            (self.clip_max_prev, effective[0]),
-            (self.clip_min_prev, effective[1]),
-            (self.scale, qparams[0]),
-            (self.zero_point, qparams[1]),
-        ):
-            target.copy_(value)
+        targets = (
+            self.clip_max,
+            self.clip_min,
+            self.clip_max_prev,
+            self.clip_min_prev,
+            self.scale,
+        )
+        values = (*effective, *effective, qparams[0])
+        if torch.compiler.is_compiling():  # the compiler of 2.13 gets _foreach_copy_ wrong here
+            for target, value in zip(targets, values, strict=True):
+                target.copy_(value)
+        else:
+            torch._foreach_copy_(targets, values)
+        self.zero_point.copy_(qparams[1])
 
     def _start(self, x: Tensor) -> Tensor:
         """Run one forward while the range is not known yet."""

@@ -1,0 +1,146 @@
+"""Convolution and Linear that keep the float input for backward instead of the quantized one.
+
+The float input is kept anyway, by the quantizer and by most producers (ReLU, layer norm), so a
+quantized layer then needs no more memory than a float one. Backward makes the quantized input
+again, once for all layers that read it; results and gradients are the same to the last bit. Only
+in eager: a compiler decides by itself what to keep.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from amct_fx.observers import Source
+
+__all__ = ["convolution", "linear"]
+
+
+class _Geometry(NamedTuple):
+    """What ``aten::convolution`` takes beside tensors."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    transposed: bool
+    output_padding: Sequence[int]
+    groups: int
+
+
+def convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    source: Source,
+    geometry: tuple[Any, ...],
+) -> Tensor:
+    """Convolve a fake-quantized ``input`` ``[N, C, *]``, as ``torch.convolution`` does.
+
+    Args:
+        input: The fake-quantized input; receives the gradient, is not kept.
+        weight: The weight, floating point.
+        bias: The bias or ``None``.
+        source: What ``input`` was made from.
+        geometry: stride, padding, dilation, transposed, output padding, groups.
+    """
+    forward = functools.partial(_convolve, geometry=_Geometry(*geometry))
+    backward = functools.partial(_convolution_gradients, geometry=_Geometry(*geometry))
+    return _apply(input, weight, bias, source, forward, backward)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None, source: Source) -> Tensor:
+    """Multiply a fake-quantized ``input`` ``[*, in]`` with ``weight``, as ``F.linear`` does.
+
+    Args:
+        input: The fake-quantized input; receives the gradient, is not kept.
+        weight: ``[out, in]``, floating point.
+        bias: ``[out]`` or ``None``.
+        source: What ``input`` was made from.
+    """
+    return _apply(input, weight, bias, source, F.linear, _linear_gradients)
+
+
+def _convolve(input: Tensor, weight: Tensor, bias: Tensor | None, *, geometry: _Geometry) -> Tensor:
+    return torch.convolution(input, weight, bias, *geometry)
+
+
+def _convolution_gradients(
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    wanted: tuple[bool, bool, bool],
+    *,
+    geometry: _Geometry,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    out_channels = grad.shape[1]
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward(
+        grad, input, weight, [out_channels], *geometry, wanted
+    )
+    return gradients
+
+
+def _linear_gradients(
+    grad: Tensor, input: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    rows = grad.reshape(-1, grad.shape[-1])
+    return (
+        (rows @ weight).view(input.shape) if wanted[0] else None,
+        rows.t() @ input.reshape(-1, input.shape[-1]) if wanted[1] else None,
+        rows.sum(0) if wanted[2] else None,
+    )
+
+
+def _apply(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    source: Source,
+    forward: Callable[..., Tensor],
+    backward: Callable[..., Any],
+) -> Tensor:
+    """Run the operator in the dtype that autocast, if it is on, would choose."""
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        input, weight = input.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    result: Tensor = _Recomputing.apply(input, weight, bias, source, forward, backward)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Recomputing(torch.autograd.Function):
+    """An operator on a quantized input that backward makes again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        source: Source,
+        forward: Callable[..., Tensor],
+        backward: Callable[..., Any],
+    ) -> Tensor:
+        """Run the operator."""
+        ctx.save_for_backward(source.x, source.scale, source.offset, weight)
+        ctx.num_bits, ctx.remade = source.num_bits, source.remade
+        ctx.gradients = backward
+        if not torch.is_autocast_enabled(input.device.type):
+            return forward(input, weight, bias)
+        with torch.autocast(input.device.type, enabled=False):
+            return forward(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Make the quantized input again and return the gradients of the operator."""
+        x, scale, offset, weight = ctx.saved_tensors
+        input = ctx.remade.get(x, scale, offset, ctx.num_bits)
+        input = input.to(x.dtype).to(weight.dtype)
+        wanted = ctx.needs_input_grad[:3]
+        return *ctx.gradients(grads[0], input, weight, wanted), None, None, None
