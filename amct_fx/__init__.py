@@ -25,6 +25,7 @@ from amct_fx.errors import (
     ConfigFileNotFoundError,
     ConfigTypeError,
     ConvertError,
+    ExportError,
     InputDataError,
     LayerTypeError,
     MissingExtraError,
@@ -34,6 +35,7 @@ from amct_fx.errors import (
     RecordError,
     RecordParseError,
 )
+from amct_fx.onnx import export_onnx
 from amct_fx.prepare import prepare_qat_amct
 from amct_fx.qconfig import get_qconfig_mapping
 from amct_fx.report import analyze, summarize
@@ -54,6 +56,7 @@ __all__ = [
     "ConfigFileNotFoundError",
     "ConfigTypeError",
     "ConvertError",
+    "ExportError",
     "InputDataError",
     "LayerTypeError",
     "MissingExtraError",
@@ -64,6 +67,7 @@ __all__ = [
     "RecordParseError",
     "analyze",
     "convert_amct",
+    "export_onnx",
     "get_qconfig_mapping",
     "load_checkpoint",
     "load_config",

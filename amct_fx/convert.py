@@ -76,7 +76,7 @@ def convert_amct(model: nn.Module) -> nn.Module:
             _convert_region(region, name, used)
         for name, layer in list(_remaining_layers(converted)):
             _convert_island_layer(layer, name)
-    return converted
+    return converted.eval()  # the new quantizers too
 
 
 def _check_calibrated(model: nn.Module) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "ConfigFileNotFoundError",
     "ConfigTypeError",
     "ConvertError",
+    "ExportError",
     "InputDataError",
     "LayerTypeError",
     "MissingExtraError",
@@ -145,6 +146,10 @@ class RecordParseError(RecordError, RuntimeError):
 
 class ConvertError(AmctError, RuntimeError):
     """A prepared model that cannot become an integer model; names the layer."""
+
+
+class ExportError(AmctError, RuntimeError):
+    """A model that a file format cannot hold, or that no exporter can write; names the layer."""
 
 
 def did_you_mean(word: str, choices: Iterable[str], *, count: int = 3) -> str:

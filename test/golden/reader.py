@@ -7,6 +7,7 @@ The files were recorded by running AMCT's public PyTorch tool on inputs and netw
 from __future__ import annotations
 
 import functools
+import gzip
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -42,6 +43,9 @@ RUNS = (
     "mlp_default",
 )
 """Names of the recorded training runs."""
+
+GRAPH_RUNS = (*RUNS, "sharedinput_default", "deconv_default", "tiny_int16_act")
+"""Names of the runs whose exported graphs are recorded; the last three have no losses to meet."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,8 @@ class Run:
         eval: Scales and offsets per layer at conversion.
         start: State dict to start from.
         inputs: ``[steps, batch, …]``.
-        targets: ``[steps, batch]``, class indices.
+        targets: ``[steps, batch]``, class indices; ``[steps, 0]`` where the loss is the mean square
+            of the output.
         x_fixed: Input of the final evaluation.
         y_eval: Output of the prepared model for it.
         y_fake_quant: Output of AMCT's exported fake-quant file for it.
@@ -268,3 +273,42 @@ def load_final_state(name: str) -> FinalState:
         y=arrays["y_eval_torch"],
         record_text=fields["record_text"],
     )
+
+
+@dataclass(frozen=True)
+class ExportedGraph:
+    """What AMCT wrote into one ONNX file.
+
+    Attributes:
+        nodes: Each with op, name, inputs, outputs and attributes.
+        initializers: By name: dtype and shape.
+        arrays: Values by name, of the deploy file only.
+    """
+
+    nodes: list[dict[str, Any]] = field(repr=False)
+    initializers: Mapping[str, tuple[str, tuple[int, ...]]] = field(repr=False)
+    arrays: Mapping[str, NDArray[Any]] = field(repr=False)
+
+
+@functools.cache
+def load_graph(run: str, kind: str) -> ExportedGraph:
+    """Return a graph that AMCT exported at the end of a recorded run.
+
+    Args:
+        run: One of :data:`GRAPH_RUNS`.
+        kind: ``"deploy"`` or ``"fake_quant"``.
+
+    Example:
+        >>> [node["op"] for node in load_graph("mlp_default", "deploy").nodes][:3]
+        ['AscendQuant', 'Gemm', 'AscendDequant']
+    """
+    folder = _HERE / "h_e2e"
+    found = json.loads(gzip.decompress((folder / "graphs.json.gz").read_bytes()))[run][kind]
+    with np.load(folder / "graphs.npz") as archive:
+        arrays = {
+            name.partition("/")[2]: archive[name]
+            for name in archive.files
+            if name.startswith(f"{run}/") and kind == "deploy"
+        }
+    facts = {item["name"]: (item["dtype"], tuple(item["shape"])) for item in found["initializers"]}
+    return ExportedGraph(found["nodes"], facts, arrays)

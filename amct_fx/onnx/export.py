@@ -1,0 +1,145 @@
+"""``export_onnx``: a prepared or converted model as a file, in one of five formats.
+
+The recipe: check everything, convert, run PyTorch's exporter, rewrite its graph, write the file.
+Source: spec/deploy.md sections 2, 4, 5 and 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from amct_fx.convert import convert_amct
+from amct_fx.copying import copy_model
+from amct_fx.errors import ModelStateError
+from amct_fx.nn.qat import QATLayer
+from amct_fx.nn.quantized import Quantize, QuantizedLayer
+from amct_fx.onnx.arguments import Format, checked_inputs, checked_opset, rules_of
+
+if TYPE_CHECKING:
+    import os
+
+    from amct_fx.onnx.source import Exporter
+
+__all__ = ["export_onnx"]
+
+
+def export_onnx(
+    model: nn.Module,
+    args: Tensor | tuple[Any, ...],
+    path: str | os.PathLike[str],
+    *,
+    format: Format = "qdq",
+    dynamic_batch: bool = False,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_axes: Mapping[str, Mapping[int, str] | Sequence[int]] | None = None,
+    dynamic_shapes: Any = None,
+    opset: int | None = None,
+    exporter: Exporter = "auto",
+    signed_activations: bool = False,
+) -> None:
+    """Write a prepared or converted model as an ONNX file.
+
+    ===============  ============================================================  ============
+    format           what the file is for                                          opset
+    ===============  ============================================================  ============
+    ``"qdq"``        onnxruntime and others: QuantizeLinear and DequantizeLinear,  13 and newer,
+                     INT8 weights, INT32 biases                                    18
+    ``"ascend"``     Ascend's ATC: AscendQuant, integer operators, AscendDequant   8 to 18, 16
+    ``"fake_quant"`` AMCT's simulation of the deploy file, in float operators      8 to 22, 16
+    ===============  ============================================================  ============
+
+    The last number is the default. INT16 activations need opset 21 in ``"qdq"``, which is then the
+    default.
+
+    Args:
+        model: A calibrated model of :func:`amct_fx.prepare_qat_amct` in any mode, or a model of
+            :func:`amct_fx.convert_amct`. It is not changed.
+        args: Example inputs: a tensor, or a tuple of what ``forward`` takes.
+        path: The file to write; missing folders are made. An old file is replaced at the very end,
+            so after an error it is still there.
+        format: See above.
+        dynamic_batch: Let axis 0 of every input tensor vary.
+        input_names: Names of the inputs of the file, in order.
+        output_names: Names of the outputs of the file, in order.
+        dynamic_axes: Axes that vary, by name of an input or output: ``{"x": {0: "batch"}}`` or
+            ``{"x": [0]}``.
+        dynamic_shapes: The same as ``torch.onnx.export(dynamo=True)`` takes it; needs that
+            exporter.
+        opset: Version of ONNX's default operator set; ``None`` for the default of the format.
+        exporter: ``"dynamo"`` (needs onnxscript), ``"torchscript"``, or ``"auto"``, which tries
+            the better one for the format first.
+        signed_activations: Keep activations INT8 in ``"qdq"``. They are UINT8 otherwise, 128 above:
+            the same steps, which onnxruntime runs faster.
+
+    Raises:
+        ArgumentError: An argument is wrong: unknown format, opset that the format does not have,
+            names that do not fit, a path that is a folder.
+        ArgumentTypeError: An argument is of the wrong type.
+        ConvertError: The model cannot be converted; see :func:`amct_fx.convert_amct`.
+        ExportError: The exporter or the format cannot hold the model.
+        InputDataError: ``args`` is neither a tensor nor a tuple.
+        ModelStateError: The model is not prepared, wrapped, or converted but in training mode.
+        ModelTypeError: ``model`` is no ``nn.Module``.
+
+    Example:
+        >>> import tempfile, onnx, torch
+        >>> from amct_fx import prepare_qat_amct
+        >>> x = torch.randn(8, 4)
+        >>> prepared = prepare_qat_amct(nn.Sequential(nn.Linear(4, 2)))
+        >>> _ = prepared(x)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     export_onnx(prepared, x, f"{folder}/deploy.onnx", format="ascend")
+        ...     [node.op_type for node in onnx.load(f"{folder}/deploy.onnx").graph.node]
+        ['AscendQuant', 'Gemm', 'AscendDequant']
+    """
+    rules = rules_of(format)
+    inputs = checked_inputs(
+        args,
+        path,
+        dynamic_batch=dynamic_batch,
+        input_names=input_names,
+        output_names=output_names,
+        dynamic_axes=dynamic_axes,
+        dynamic_shapes=dynamic_shapes,
+        exporter=exporter,
+    )
+    checked_opset(opset, format, exporter=exporter)
+    converted = _converted(model)
+    version = checked_opset(opset, format, exporter=exporter, int16=_has_int16(converted))
+
+    from amct_fx.onnx.build import Options, build
+    from amct_fx.onnx.files import write_model
+
+    made = build(converted, inputs, format, version, exporter, Options(signed_activations))
+    write_model(made, path, suffix=rules.suffix)
+
+
+def _converted(model: nn.Module) -> nn.Module:
+    """Return a converted model of our own, in eval mode."""
+    if not isinstance(model, nn.Module) or not _is_converted(model):
+        return convert_amct(model)
+    training = [name for name, module in model.named_modules() if module.training]
+    if training:
+        where = f"its part {training[0]!r}" if training[0] else "it"
+        message = f"the model is converted, but {where} is in training mode; call model.eval()"
+        raise ModelStateError(message)
+    return copy_model(model)
+
+
+def _is_converted(model: nn.Module) -> bool:
+    parts = list(model.modules())
+    return any(isinstance(part, QuantizedLayer) for part in parts) and not any(
+        isinstance(part, QATLayer) for part in parts
+    )
+
+
+def _has_int16(model: nn.Module) -> bool:
+    return any(
+        isinstance(module, Quantize) and module.zero_point.dtype == torch.int16
+        for module in model.modules()
+    )

@@ -1,0 +1,202 @@
+"""Runs PyTorch's ONNX exporters on a converted model and returns the graph they make.
+
+Source: spec/deploy.md section 2.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import onnx
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from amct_fx.errors import ExportError
+
+__all__ = ["Exporter", "Request", "export_model", "exporters_for"]
+
+Exporter = Literal["auto", "dynamo", "torchscript"]
+
+logger = logging.getLogger("amct_fx")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a caller asked of the exporter; all checked.
+
+    Attributes:
+        args: Example inputs.
+        opset: Version of the default operator set.
+        exporters: Which to try, in order.
+        input_names: Names of the inputs, or ``None``.
+        output_names: Names of the outputs, or ``None``.
+        dynamic_axes: As for ``torch.onnx.export(dynamo=False)``, by input or output name.
+        dynamic_shapes: As for ``torch.onnx.export(dynamo=True)``.
+    """
+
+    args: tuple[Any, ...]
+    opset: int
+    exporters: tuple[Literal["dynamo", "torchscript"], ...]
+    input_names: Sequence[str] | None = None
+    output_names: Sequence[str] | None = None
+    dynamic_axes: Mapping[str, Mapping[int, str]] | None = None
+    dynamic_shapes: Any = None
+
+
+def export_model(model: nn.Module, request: Request) -> onnx.ModelProto:
+    """Return what the first exporter that succeeds makes of a converted model in eval mode.
+
+    Raises:
+        ExportError: No exporter can write the model; holds what each of them said.
+    """
+    failures: list[tuple[str, Exception]] = []
+    for exporter in request.exporters:
+        run = _export_dynamo if exporter == "dynamo" else _export_torchscript
+        try:
+            with _quiet(), torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+                made = run(model, request, Path(folder) / "model.onnx")
+        except Exception as error:  # whatever the exporter or the user's forward raises
+            logger.info("the %s exporter failed: %s", exporter, error)
+            failures.append((exporter, error))
+            continue
+        return _checked(made, request)
+    reasons = "; ".join(f"{name}: {_first_line(error)}" for name, error in failures)
+    message = f"torch.onnx.export cannot write this model ({reasons})"
+    raise ExportError(message) from failures[0][1]
+
+
+def _checked(made: onnx.ModelProto, request: Request) -> onnx.ModelProto:
+    """Read the opset back: one exporter stays at a newer one when it cannot convert down."""
+    written = next(item.version for item in made.opset_import if not item.domain)
+    if written == request.opset:
+        return made
+    message = (
+        f"the exporter wrote opset {written} instead of {request.opset}, which it could not "
+        f"convert to; ask for opset {written}, or for exporter='torchscript'"
+    )
+    raise ExportError(message)
+
+
+def _export_dynamo(model: nn.Module, request: Request, path: Path) -> onnx.ModelProto:
+    shapes = request.dynamic_shapes
+    if shapes is None and request.dynamic_axes:
+        shapes = _shapes_of_axes(request)
+    program = torch.onnx.export(
+        model,
+        _with_two(request),
+        dynamo=True,
+        opset_version=request.opset,
+        input_names=request.input_names,
+        output_names=request.output_names,
+        dynamic_shapes=shapes,
+        external_data=False,
+        verbose=False,
+    )
+    if program is None:
+        message = "it returned no program"
+        raise ExportError(message)
+    program.save(str(path), external_data=True)
+    return onnx.load(path)
+
+
+def _shapes_of_axes(request: Request) -> Any:
+    """Translate ``dynamic_axes`` of the inputs; the sizes of outputs follow from them."""
+    dims: dict[str, Any] = {}
+
+    def shape(axes: Mapping[int, str]) -> dict[int, Any]:
+        return {axis: dims.setdefault(name, torch.export.Dim(name)) for axis, name in axes.items()}
+
+    return tree_map(lambda axes: shape(axes.of) if axes else None, _axes_of(request))
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """The dynamic axes of one tensor; a class of its own, so that it is a leaf of a tree."""
+
+    of: Mapping[int, str]
+
+
+def _axes_of(request: Request) -> Any:
+    """Return the example inputs with each tensor replaced by its dynamic axes."""
+    names = iter(request.input_names or ())
+    axes = request.dynamic_axes or {}
+
+    def of(item: Any) -> _Axes | None:
+        return _Axes(axes.get(next(names, ""), {})) if isinstance(item, Tensor) else None
+
+    return tree_map(of, request.args)
+
+
+def _with_two(request: Request) -> tuple[Any, ...]:
+    """Return the example inputs with at least two of whatever is dynamic: 1 would be a constant."""
+
+    def grow(item: Any, axes: _Axes | None) -> Any:
+        for axis in axes.of if axes else ():
+            if item.shape[axis] == 1:
+                item = torch.cat([item, item], axis)
+        return item
+
+    if not request.dynamic_axes or request.dynamic_shapes is not None:
+        return request.args
+    grown: tuple[Any, ...] = tree_map(grow, request.args, _axes_of(request))
+    return grown
+
+
+def _export_torchscript(model: nn.Module, request: Request, path: Path) -> onnx.ModelProto:
+    torch.onnx.export(
+        model,
+        request.args,
+        str(path),
+        dynamo=False,
+        opset_version=request.opset,
+        input_names=request.input_names,
+        output_names=request.output_names,
+        dynamic_axes=request.dynamic_axes,
+        external_data=True,
+    )
+    return onnx.load(path)
+
+
+def exporters_for(exporter: Exporter, preferred: str) -> tuple[Any, ...]:
+    """Return the exporters to try.
+
+    Args:
+        exporter: What the caller asked for.
+        preferred: Tried first for ``"auto"``. Without onnxscript only ``"torchscript"`` can run.
+    """
+    if exporter != "auto":
+        return (exporter,)
+    if importlib.util.find_spec("onnxscript") is None:
+        return ("torchscript",)
+    return ("dynamo", "torchscript") if preferred == "dynamo" else ("torchscript", "dynamo")
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text if len(text) <= 300 else f"{text[:297]}..."
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the exporters' notes to themselves; errors still come through."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [log.level for log in loggers]
+    for log in loggers:
+        log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for log, level in zip(loggers, levels, strict=True):
+            log.setLevel(level)

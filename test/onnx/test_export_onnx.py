@@ -1,0 +1,263 @@
+"""``export_onnx``: what it accepts, refuses and leaves behind."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto
+from torch import nn
+
+from amct_fx import (
+    ArgumentError,
+    ArgumentTypeError,
+    ConvertError,
+    ExportError,
+    InputDataError,
+    ModelStateError,
+    ModelTypeError,
+    convert_amct,
+    export_onnx,
+    prepare_qat_amct,
+)
+from amct_fx.onnx.files import write_model
+
+from ..networks import Net, NetWithIsland, example
+from .cases import INT16, rand
+
+FORMATS = ("qdq", "ascend", "fake_quant")
+
+
+@pytest.fixture
+def prepared() -> nn.Module:
+    model = prepare_qat_amct(Net())
+    model(example(8))
+    return model
+
+
+def run(path, *inputs):
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [item.name for item in session.get_inputs()]
+    feeds = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
+    return [torch.from_numpy(y) for y in session.run(None, feeds)]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_prepared_and_converted_models_give_the_same_file(prepared, format, tmp_path):
+    export_onnx(prepared.train(), example(), tmp_path / "a.onnx", format=format)
+    export_onnx(convert_amct(prepared), example(), tmp_path / "b.onnx", format=format)
+    files = [onnx.load(tmp_path / name).graph for name in ("a.onnx", "b.onnx")]
+    assert files[0].SerializeToString() == files[1].SerializeToString()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_model_is_not_changed(prepared, format, tmp_path):
+    for model in (prepared, convert_amct(prepared)):
+        before, kinds = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
+        mode = model.training
+        export_onnx(model, example(), tmp_path / "m.onnx", format=format)
+        assert [type(m) for m in model.modules()] == kinds
+        assert model.training == mode
+        for key, value in model.state_dict().items():
+            assert not isinstance(value, torch.Tensor) or torch.equal(value, before[key])
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_qdq_holds_unsigned_activations_and_integer_constants(prepared, exporter, tmp_path):
+    export_onnx(prepared, example(), tmp_path / "m.onnx", exporter=exporter, dynamic_batch=True)
+    onnx.checker.check_model(tmp_path / "m.onnx", full_check=True)
+    file = onnx.load(tmp_path / "m.onnx")
+    zero = {i.name: onnx.numpy_helper.to_array(i) for i in file.graph.initializer}
+    quantizes = [n for n in file.graph.node if n.op_type == "QuantizeLinear"]
+    assert [n.name for n in quantizes] == ["stem.quant", "left.quant", "head.quant"]
+    assert all(zero[n.input[2]].dtype == np.uint8 for n in quantizes)
+    assert zero[quantizes[1].input[2]] == 0  # behind a ReLU, -128 + 128
+    kinds = {i.data_type for i in file.graph.initializer if np.prod(i.dims) > 8}
+    assert kinds == {TensorProto.INT8}
+    [result] = run(tmp_path / "m.onnx", example(5))
+    expected = convert_amct(prepared)(example(5))
+    assert (result - expected).abs().max() <= 0.01 * expected.abs().max()
+
+
+def test_signed_and_unsigned_activations_are_the_same_codes(prepared, tmp_path):
+    results = []
+    for signed in (False, True):
+        export_onnx(prepared, example(), tmp_path / "m.onnx", signed_activations=signed)
+        file = onnx.load(tmp_path / "m.onnx")
+        for node in list(file.graph.node):
+            if node.op_type == "QuantizeLinear":
+                kind = TensorProto.INT8 if signed else TensorProto.UINT8
+                file.graph.output.append(
+                    onnx.helper.make_tensor_value_info(node.output[0], kind, None)
+                )
+        session = onnxruntime.InferenceSession(file.SerializeToString())
+        [x] = session.get_inputs()
+        results.append(session.run(None, {x.name: example().numpy()})[1:])
+    for unsigned, signed in zip(*results, strict=True):
+        assert (unsigned.astype(int) - 128 == signed.astype(int)).all()
+
+
+def test_int16_activations_take_the_opset_that_has_them(tmp_path):
+    model = prepare_qat_amct(Net().eval(), INT16)
+    model(example())
+    export_onnx(model, example(), tmp_path / "m.onnx")
+    assert onnx.load(tmp_path / "m.onnx").opset_import[0].version == 21
+    [result] = run(tmp_path / "m.onnx", example())
+    assert torch.allclose(result, convert_amct(model)(example()), atol=1e-3)
+    with pytest.raises(ArgumentError, match="from 21 to 23, because of its INT16 activations"):
+        export_onnx(model, example(), tmp_path / "n.onnx", opset=18)
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_names_and_dynamic_axes_are_those_that_were_asked_for(prepared, exporter, tmp_path):
+    export_onnx(
+        prepared,
+        example(1),
+        tmp_path / "m.onnx",
+        exporter=exporter,
+        input_names=["image"],
+        output_names=["logits"],
+        dynamic_axes={"image": {0: "n"}, "logits": [0]},
+    )
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
+    assert [(i.name, i.shape) for i in session.get_inputs()] == [("image", ["n", 3, 8, 8])]
+    assert [i.name for i in session.get_outputs()] == ["logits"]
+    for batch in (1, 3):
+        assert session.run(None, {"image": example(batch).numpy()})[0].shape == (batch, 4)
+
+
+def test_dynamic_shapes_go_to_the_exporter_that_takes_them(prepared, tmp_path):
+    shapes = ({0: torch.export.Dim("n")},)
+    export_onnx(prepared, example(), tmp_path / "m.onnx", dynamic_shapes=shapes)
+    assert run(tmp_path / "m.onnx", example(7))[0].shape == (7, 4)
+    with pytest.raises(ArgumentError, match="dynamic_shapes needs the exporter 'dynamo'"):
+        export_onnx(
+            prepared,
+            example(),
+            tmp_path / "n.onnx",
+            dynamic_shapes=shapes,
+            exporter="torchscript",
+        )
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_model_with_an_island_exports(format, tmp_path):
+    model = prepare_qat_amct(NetWithIsland())
+    model(example(4))
+    export_onnx(model, example(4), tmp_path / "m.onnx", format=format)
+    names = {node.name for node in onnx.load(tmp_path / "m.onnx").graph.node}
+    assert {"stem", "middle.conv", "middle.tail.0", "head"} <= names
+
+
+WRONG = [
+    ({"format": "acsend"}, ArgumentError, "did you mean 'ascend'"),
+    ({"format": None}, ArgumentError, "format must be one of"),
+    ({"exporter": "onnx"}, ArgumentError, "exporter must be"),
+    ({"opset": 12}, ArgumentError, "needs an opset from 13 to 23, not 12"),
+    ({"opset": 19, "format": "ascend"}, ArgumentError, "from 11 to 18, not 19"),
+    ({"opset": "18"}, ArgumentTypeError, "opset must be int"),
+    ({"opset": True}, ArgumentTypeError, "opset must be int"),
+    ({"input_names": "x"}, ArgumentTypeError, "input_names must be a list"),
+    ({"input_names": ["x", "y"]}, ArgumentError, "2 names for 1 input"),
+    ({"input_names": [3]}, ArgumentError, "must hold names, not 3"),
+    ({"output_names": ["y", "y"]}, ArgumentError, "a name twice"),
+    ({"dynamic_axes": ["x"]}, ArgumentTypeError, "dynamic_axes must be a dict"),
+    (
+        {"input_names": ["image"], "dynamic_axes": {"imag": {0: "n"}}},
+        ArgumentError,
+        "'imag' is no input or output .*did you mean 'image'",
+    ),
+    ({"input_names": ["x"], "dynamic_axes": {"x": {4: "n"}}}, ArgumentError, "so no axis 4"),
+    ({"input_names": ["x"], "dynamic_axes": {"x": {-1: "n"}}}, ArgumentError, "axes from 0"),
+    ({"input_names": ["x"], "dynamic_axes": {"x": 0}}, ArgumentError, "axes from 0"),
+    ({"dynamic_batch": True, "dynamic_axes": {}}, ArgumentError, "give only one of"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "text"), WRONG)
+def test_wrong_arguments_are_named_and_nothing_is_written(prepared, tmp_path, options, error, text):
+    with pytest.raises(error, match=text):
+        export_onnx(prepared, example(), tmp_path / "m.onnx", **options)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("args", [[example()], {"x": 1}, None, (), (1, 2)])
+def test_inputs_must_be_a_tensor_or_a_tuple_with_one(prepared, tmp_path, args):
+    with pytest.raises(InputDataError, match="args"):
+        export_onnx(prepared, args, tmp_path / "m.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_no_file(prepared, tmp_path):
+    for path in (tmp_path, f"{tmp_path}/new/", ""):
+        with pytest.raises(ArgumentError, match="path must name a file"):
+            export_onnx(prepared, example(), path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_models_in_the_wrong_state_are_refused(prepared, tmp_path):
+    path = tmp_path / "m.onnx"
+    with pytest.raises(ModelTypeError):
+        export_onnx("model", example(), path)
+    with pytest.raises(ModelStateError, match="not prepared"):
+        export_onnx(Net(), example(), path)
+    with pytest.raises(ConvertError, match="never calibrated"):
+        export_onnx(prepare_qat_amct(Net()), example(), path)
+    with pytest.raises(ModelStateError, match=r"in training mode; call model.eval\(\)"):
+        export_onnx(convert_amct(prepared).train(), example(), path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_inputs_that_do_not_fit_are_an_error_of_the_exporter(prepared, tmp_path):
+    with pytest.raises(ExportError, match=r"torch.onnx.export cannot write this model \(dynamo: "):
+        export_onnx(prepared, rand(2, 5, 8, 8), tmp_path / "m.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_leaves_the_old_file(prepared, tmp_path, monkeypatch):
+    path = tmp_path / "m.onnx"
+    path.write_bytes(b"old")
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        export_onnx(prepared, example(), path, format="ascend")
+    assert [item.name for item in tmp_path.iterdir()] == ["m.onnx"]
+    assert path.read_bytes() == b"old"
+
+
+def test_missing_folders_are_made_and_the_file_has_its_mode(prepared, tmp_path):
+    path = tmp_path / "a" / "b" / "m.onnx"
+    export_onnx(prepared, example(), path, format="fake_quant")
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize(
+    ("format", "suffix"), [("ascend", "deploy"), ("fake_quant", "fakequant"), ("qdq", "qdq")]
+)
+def test_what_is_too_large_for_one_file_lies_beside_it(prepared, tmp_path, format, suffix):
+    export_onnx(prepared, example(), tmp_path / "one.onnx", format=format)
+    whole = onnx.load(tmp_path / "one.onnx")
+    large = max(whole.graph.initializer, key=lambda item: len(item.raw_data))
+    copied = onnx.ModelProto()
+    copied.CopyFrom(whole)
+    limit = whole.ByteSize() - len(large.raw_data) // 2
+    write_model(copied, tmp_path / "out" / "m.onnx", suffix=suffix, max_bytes=limit)
+    beside = f"{large.name}_{suffix}.external"
+    assert {item.name for item in (tmp_path / "out").iterdir()} == {beside, "m.onnx"}
+    assert (tmp_path / "out" / beside).read_bytes() == large.raw_data
+    loaded = onnx.load(tmp_path / "out" / "m.onnx")
+    assert [t.raw_data for t in loaded.graph.initializer] == [
+        t.raw_data for t in whole.graph.initializer
+    ]
+    if format != "ascend":
+        assert torch.equal(
+            run(tmp_path / "out" / "m.onnx", example())[0],
+            run(tmp_path / "one.onnx", example())[0],
+        )
