@@ -18,7 +18,7 @@ from amct_fx.config import LayerFacts, ModelFacts
 from amct_fx.config.layer_types import CONV_TYPES
 from amct_fx.config.messages import warn
 from amct_fx.errors import InputDataError
-from amct_fx.graph import Capture, layer_calls
+from amct_fx.graph import Capture, as_call, layer_calls
 from amct_fx.nn.become import changes_its_input, float_class_of
 from amct_fx.nn.recurrent import unsupported_form
 
@@ -111,7 +111,7 @@ def unbatched_layers(
 
     Args:
         model: The float model; runs once, in eval mode, and is the same afterwards.
-        example_inputs: A tensor or a tuple of arguments.
+        example_inputs: A tensor, a tuple of arguments, or a dict of them by name.
         argument: What the caller calls them, for the message.
 
     Raises:
@@ -127,11 +127,11 @@ def unbatched_layers(
     names = {layer: name for name, layer in model.named_modules() if _is_convolution(layer)}
     modes = {module: module.training for module in model.modules()}
     hooks = [layer.register_forward_pre_hook(observe, with_kwargs=True) for layer in names]
-    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    args, kwargs = as_call(example_inputs)
     try:
         model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            model(*copy.deepcopy(inputs))
+            model(*copy.deepcopy(args), **copy.deepcopy(kwargs))
     except Exception as error:  # whatever the user's forward raises
         message = f"the model cannot run on {argument}: {type(error).__name__}: {error}"
         raise InputDataError(message) from error

@@ -93,7 +93,7 @@ def load_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
     *,
-    example_inputs: tuple[Any, ...] | Tensor | None = None,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor | None = None,
     map_location: str | torch.device | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Make a float model what it was when :func:`save_checkpoint` wrote the file.
@@ -262,7 +262,7 @@ def compare_states(expected: Mapping[str, Any], found: Mapping[str, Any], path: 
     if missing := [key for key in expected if key not in found]:
         message = f"{path} is of another model: it has no {listing(missing, limit=5)}"
         close = did_you_mean(missing[0], [key for key in found if key not in expected])
-        raise CheckpointKeyError(message + close)
+        raise CheckpointKeyError(message + close + _hint(missing[0]))
     shapes = {key: (_shape(found[key]), _shape(value)) for key, value in expected.items()}
     wrong = [f"{key} has shape {a}, the model's {b}" for key, (a, b) in shapes.items() if a != b]
     if wrong:
@@ -271,7 +271,14 @@ def compare_states(expected: Mapping[str, Any], found: Mapping[str, Any], path: 
         raise CheckpointError(message)
     if unknown := [key for key in found if key not in expected]:
         message = f"{path} is of another model: the model has no {listing(unknown, limit=5)}"
+        message += _hint(unknown[0])
         raise CheckpointError(message)
+
+
+def _hint(key: str) -> str:
+    """Say what else may be the reason when only the quantizers differ."""
+    advice = "; or it was prepared with other example_inputs: pass the same ones"
+    return advice if ".input_fake_quant." in key or ".input_quantize." in key else ""
 
 
 def _shape(value: Any) -> Any:

@@ -19,6 +19,7 @@ from amct_fx.errors import ConvertError
 from amct_fx.fold import foldable_batch_norm, used_elsewhere
 from amct_fx.graph import (
     GraphForward,
+    call_form_of,
     fx_graph_of,
     install_graph,
     layer_calls,
@@ -117,7 +118,7 @@ def _convert_region(region: GraphForward, name: str, foreign: Container[nn.Modul
         if module in quantizers:
             _replace_quantizer(nodes, quantizers[module], region)
     _drop_modules(region, graph, folded)
-    install_graph(region, graph)
+    install_graph(region, graph, call_form_of(region))
 
 
 def _owner(quantizer: fx.Node) -> str:
@@ -170,5 +171,9 @@ def _remaining_layers(model: nn.Module) -> Iterator[tuple[str, QATLayer]]:
 
 
 def _convert_island_layer(layer: QATLayer, name: str) -> None:
-    quantize = Quantize.from_fake_quant(layer.input_fake_quant, name)
-    layer.convert(quantize, name=name).own_input_quantizer(quantize)
+    owner = layer.input_owner
+    if owner is layer:
+        quantize = Quantize.from_fake_quant(layer.input_fake_quant, name)
+        layer.convert(quantize, name=name).own_input_quantizer(quantize)
+    else:  # the owner comes first in named_modules() order, so it is converted already
+        layer.convert(owner.input_quantize, name=name)

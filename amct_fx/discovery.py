@@ -77,7 +77,7 @@ def discovered(
         model: The float model. With ``options.functional`` it gets a module for each functional
             layer.
         options: Decide what counts as a layer.
-        example_inputs: A tensor or a tuple of arguments, or ``None``.
+        example_inputs: A tensor, a tuple of arguments, a dict of them by name, or ``None``.
         strict: Refuse parts that cannot be traced.
 
     Yields:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from amct_fx.errors import AmctWarning
-from amct_fx.graph import batch_norm_after, fx_graph_of, module_of
+from amct_fx.graph import batch_norm_after, call_form_of, fx_graph_of, module_of, settled
 from amct_fx.nn.become import has_hooks
 from amct_fx.nn.integer import BatchNormAffine, batch_norm_affine
 
@@ -39,12 +39,16 @@ def foldable_batch_norm(
     Returns:
         The arithmetic and the nodes of the batch norm, one for each call; ``None`` and no node
         behind transposed convolutions and Linear, with other readers of the convolution, with hooks
-        on either, when the
-        calls have different followers, without running statistics, or when a value is not finite
-        (with a warning).
+        on either, when the calls have different followers, or calls of another form may have,
+        without running statistics, or when a value is not finite (with a warning).
     """
     following = [batch_norm_after(call, region) for call in calls]
-    found = [node for node in following if node is not None]
+    form = call_form_of(region)
+    found = [
+        node
+        for call, node in zip(calls, following, strict=True)
+        if node is not None and settled(call, form)(node)
+    ]
     layer = module_of(calls[0], region)
     foldable = isinstance(layer, _FOLDABLE) and not has_hooks(layer)
     foldable = foldable and layer not in foreign

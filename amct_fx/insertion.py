@@ -19,6 +19,7 @@ from amct_fx.graph import (
     is_nonnegative,
     layer_calls,
     layer_input,
+    settled,
     tensor_version,
 )
 from amct_fx.nn.become import become, changes_its_input, float_class_of
@@ -59,9 +60,13 @@ def insert_quantizers(
     weights = WeightQuantizers()
     for region in captured.regions:
         quantize_region(region, qconfigs, fixed_min_rule, weights)
-    for name in captured.island_leaves:
-        if name in qconfigs:
-            quantize_island_layer(model.get_submodule(name), name, qconfigs[name], weights)
+    layers = {
+        name: quantize_island_layer(model.get_submodule(name), name, qconfigs[name], weights)
+        for name in captured.island_leaves
+        if name in qconfigs
+    }
+    for names in captured.shared_inputs:
+        _share_island_quantizers({name: layers[name] for name in names if name in layers})
 
 
 def quantize_region(
@@ -93,7 +98,7 @@ def quantize_region(
             continue
         nodes = calls[module]
         decide = functools.partial(
-            _decided, qconfigs[name].activation, nodes, region.module, fixed_min_rule
+            _decided, qconfigs[name].activation, nodes, region, fixed_min_rule
         )
         qconfig = qconfigs[name]._replace(activation=decide(layer_input))
         layer = _swap(module, qconfig, weights)
@@ -103,7 +108,7 @@ def quantize_region(
         groups.setdefault(key, []).append(_Consumer(layer, name, nodes))
     for consumers in groups.values():
         _insert_quantizer(region, consumers)
-    install_graph(region.module, region.graph)
+    install_graph(region.module, region.graph, region.form)
 
 
 def _values_read(calls: list[fx.Node], root: nn.Module) -> Any:
@@ -117,7 +122,7 @@ def _values_read(calls: list[fx.Node], root: nn.Module) -> Any:
 def _decided(
     activation: Any,
     calls: list[fx.Node],
-    root: nn.Module,
+    region: Region | None,
     fixed_min_rule: FixedMinRule,
     tensor_of: Callable[[fx.Node], fx.Node | None],
 ) -> Any:
@@ -126,15 +131,18 @@ def _decided(
     Args:
         activation: Constructor of the quantizer.
         calls: All calls of its layer; none if nothing is known of them.
-        root: The module that the graph belongs to.
+        region: The traced part that the graph belongs to; ``None`` if nothing is known.
         fixed_min_rule: Decides an automatic ``fixed_min``.
         tensor_of: Gives the tensor that the quantizer sees in a call.
     """
     arguments = constructor_arguments(activation)[1]
     decided: dict[str, Any] = {}
     if arguments.get("fixed_min", True) is None:
-        decided["fixed_min"] = bool(calls) and all(
-            is_nonnegative(tensor_of(call), call, root, fixed_min_rule) for call in calls
+        decided["fixed_min"] = region is not None and all(
+            is_nonnegative(
+                tensor_of(call), call, region.module, fixed_min_rule, settled(call, region.form)
+            )
+            for call in calls
         )
     if len(calls) > 1 and "batch_num" in arguments:
         decided["batch_num"] = arguments["batch_num"] * len(calls)
@@ -241,14 +249,38 @@ def _replace_input(node: fx.Node, tensor: fx.Node) -> None:
 
 def quantize_island_layer(
     module: nn.Module, name: str, qconfig: QConfig, weights: WeightQuantizers
-) -> None:
+) -> QATLayer:
     """Let a layer always quantize its own input: it is called by an island, or has a pre-hook.
 
     Nothing is known of that input, so an automatic ``fixed_min`` is false.
     """
-    activation = _decided(qconfig.activation, [], module, "relu", layer_input)
+    activation = _decided(qconfig.activation, [], None, "relu", layer_input)
     layer = _swap(module, qconfig._replace(activation=activation), weights)
     if isinstance(layer, RecurrentLayer):
         layer.attach_hidden(activation, name)
     layer.own_input_fake_quant(activation, name)
     layer.quantizes_input = True
+    return layer
+
+
+def _share_island_quantizers(layers: Mapping[str, QATLayer]) -> None:
+    """Let layers of islands that read one tensor with equal settings use one quantizer.
+
+    Each of them quantizes the tensor, so the quantizer sees every batch once for each layer.
+    """
+    groups: dict[Any, dict[str, QATLayer]] = {}
+    for name, layer in layers.items():
+        if not isinstance(layer, RecurrentLayer):
+            groups.setdefault(_settings(layer.qconfig.activation), {})[name] = layer
+    for group in groups.values():
+        (name, owner), *others = group.items()
+        if not others:
+            continue
+        activation = owner.qconfig.activation
+        arguments = constructor_arguments(activation)[1]
+        if "batch_num" in arguments:
+            activation = activation.with_args(batch_num=arguments["batch_num"] * len(group))
+        owner.own_input_fake_quant(activation, name)
+        for _, layer in others:
+            del layer.input_fake_quant
+            layer.share_input_quantizer(owner)

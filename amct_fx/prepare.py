@@ -47,7 +47,7 @@ Config = str | os.PathLike[str] | Mapping[str, Any] | CompressionConfig | QConfi
 def prepare_qat_amct(
     model: nn.Module,
     cfg: Config = None,
-    example_inputs: tuple[Any, ...] | torch.Tensor | None = None,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | torch.Tensor | None = None,
     *,
     inplace: bool = False,
     fixed_min_rule: FixedMinRule = "relu",
@@ -69,9 +69,11 @@ def prepare_qat_amct(
         model: A float model in any mode, on any device; not wrapped in DDP or ``torch.compile``.
         cfg: Path or text of a ``.cfg`` or of AMCT's JSON, a dict, a :class:`CompressionConfig`, a
             ``QConfigMapping``, or ``None`` for AMCT's defaults: INT8 everywhere, learned ranges.
-        example_inputs: A tensor or a tuple of arguments; optional. The model runs on them once, in
-            eval mode: convolutions without a batch axis are left out, and a wholly traced model
-            whose graph computes something else stays Python code.
+        example_inputs: A tensor, a tuple of arguments, or a dict of them by name; optional. The
+            model runs on them, in eval mode. This shows in which form each part is called (``None``
+            for a mask, the value of a flag), so that more can be traced; layers that read one
+            tensor, for one quantizer; and convolutions without a batch axis, which are left out.
+            A wholly traced model whose graph computes something else stays Python code.
         inplace: Change ``model`` itself. It is still unchanged if an error is raised.
         fixed_min_rule: When an input range starts at 0, if the configuration does not say:
             ``"relu"`` behind a ReLU (as AMCT), ``"nonnegative"`` wherever no value can be negative.

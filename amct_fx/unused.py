@@ -58,7 +58,7 @@ def leave_unused_layers_float(model: nn.Module) -> None:
 def _never_called(model: nn.Module) -> Iterator[tuple[str, QATLayer]]:
     for name, module in model.named_modules():
         if isinstance(module, QATLayer) and module.quantizes_input:
-            quantizer = module.input_fake_quant
+            quantizer = module.input_quantizer
             if isinstance(quantizer, ULQFakeQuantize) and quantizer.is_untouched:
                 yield name, module
 

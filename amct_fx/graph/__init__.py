@@ -13,7 +13,9 @@ from amct_fx.graph.facts import (
     tensor_version,
 )
 from amct_fx.graph.lift import lift_functional_layers
-from amct_fx.graph.region import GraphForward, fx_graph_of, install_graph, regions
+from amct_fx.graph.region import GraphForward, call_form_of, fx_graph_of, install_graph, regions
+from amct_fx.graph.settled import settled
+from amct_fx.graph.signature import as_call
 
 __all__ = [
     "Capture",
@@ -21,7 +23,9 @@ __all__ = [
     "GraphForward",
     "Island",
     "Region",
+    "as_call",
     "batch_norm_after",
+    "call_form_of",
     "capture",
     "fx_graph_of",
     "initial_hidden_state",
@@ -33,5 +37,6 @@ __all__ = [
     "lift_functional_layers",
     "module_of",
     "regions",
+    "settled",
     "tensor_version",
 ]

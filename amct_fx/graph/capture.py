@@ -8,8 +8,8 @@ traced. Source: design.md, "How prepare works", step 2.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass, field, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,10 @@ from torch import fx, nn
 from torch.utils._pytree import tree_flatten
 
 from amct_fx.errors import ModelError
-from amct_fx.graph.tracer import IslandTracer, Refusal
+from amct_fx.graph.facts import layer_calls
+from amct_fx.graph.recording import Recording, record_calls
+from amct_fx.graph.signature import CallForm, as_call
+from amct_fx.graph.tracer import IslandTracer, Refusal, refuse_signature
 
 __all__ = ["Capture", "Island", "Region", "capture"]
 
@@ -43,11 +46,15 @@ class Island:
 
 @dataclass
 class Region:
-    """A traced module: its dotted name in the model, the module, and its graph."""
+    """A traced module: its dotted name in the model, the module, and its graph.
+
+    ``form`` is the form of call that the graph is for, ``None`` if it serves every call.
+    """
 
     name: str
     module: nn.Module
     graph: fx.Graph
+    form: CallForm | None = None
 
     def full_name(self, target: str) -> str:
         """Return the name in the model of ``target``, which is relative to the region."""
@@ -60,11 +67,19 @@ class Region:
 
 @dataclass
 class Capture:
-    """Everything tracing found: regions, islands, and leaves that islands call themselves."""
+    """Everything tracing found.
+
+    Attributes:
+        regions: Traced parts.
+        islands: Parts that stay Python.
+        island_leaves: Names of the layers that quantize their own input, since Python calls them.
+        shared_inputs: Names of those among them that read one tensor of the example inputs' run.
+    """
 
     regions: list[Region] = field(default_factory=list)
     islands: list[Island] = field(default_factory=list)
     island_leaves: list[str] = field(default_factory=list)
+    shared_inputs: list[list[str]] = field(default_factory=list)
 
 
 def capture(
@@ -81,8 +96,10 @@ def capture(
         model: The model, in any mode; it is the same afterwards.
         is_layer: Says which modules are layers of interest: they are never traced into, and parts
             of the model without any of them are left alone.
-        example_inputs: A tensor or a tuple of arguments. When given and the whole model was traced,
-            its graph must compute on them what the model computes, or the model becomes an island.
+        example_inputs: A tensor, a tuple of arguments, or a dict of them by name. They show in
+            which form each part is called: ``None`` for an optional argument, the value of a flag.
+            If the whole model was traced, its graph must compute on them what the model
+            computes, or the model becomes an island.
         strict: Refuse islands.
         functional: Also trace parts that hold no layer but weight matrices of their own.
 
@@ -96,16 +113,20 @@ def capture(
     def is_wanted(module: nn.Module) -> bool:
         return is_layer(module) or (functional and _owns_matrix(module))
 
-    walk = _Walk(is_layer, is_wanted)
+    calls = Recording() if example_inputs is None else record_calls(model, example_inputs)
+    walk = _Walk(is_layer, is_wanted, calls.forms)
     walk.visit(model, "")
     found = walk.found
     whole = bool(found.regions) and found.regions[0].module is model
     if whole and example_inputs is not None and not _same_outputs(found.regions[0], example_inputs):
         reason = "its traced graph computes something else on example_inputs"
-        walk = _Walk(is_layer, is_wanted)
+        walk = _Walk(is_layer, is_wanted, calls.forms)
         found = walk.found
         found.islands.append(Island("", type(model).__name__, reason))
         walk.visit_children(model, "")
+    names = {model.get_submodule(name): name for name in found.island_leaves}
+    for group in calls.readers_of_one_tensor(names):
+        found.shared_inputs.append([names[layer] for layer in group])
     blocking = [str(island) for island in found.islands if island.holds_layers]
     if strict and blocking:
         message = "strict=True, but these parts cannot be traced:\n  " + "\n  ".join(blocking)
@@ -115,15 +136,18 @@ def capture(
 
 def _same_outputs(region: Region, example_inputs: Any) -> bool:
     """Compare the graph with the module in eval mode; random state and modes are restored."""
-    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    args, kwargs = as_call(example_inputs)
+    form = region.form
+    leaves = list(args) if form is None else form.leaves(args, kwargs) or []
     model = region.module
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            expected = model(*copy.deepcopy(inputs))
             traced = fx.GraphModule(model, copy.deepcopy(region.graph))
-            actual = traced(*copy.deepcopy(inputs))
+            leaves = copy.deepcopy(leaves)
+            expected = model(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+            actual = traced(*leaves, **({} if form else kwargs))
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -155,11 +179,15 @@ class _Walk:
     """Visits a model from its root and decides what becomes a region and what an island."""
 
     def __init__(
-        self, is_layer: Callable[[nn.Module], bool], is_wanted: Callable[[nn.Module], bool]
+        self,
+        is_layer: Callable[[nn.Module], bool],
+        is_wanted: Callable[[nn.Module], bool],
+        forms: Mapping[nn.Module, CallForm],
     ) -> None:
         self.found = Capture()
         self._is_layer = is_layer
         self._is_wanted = is_wanted
+        self._forms = forms
         self._seen: set[nn.Module] = set()
 
     def visit(self, module: nn.Module, name: str) -> None:
@@ -178,15 +206,39 @@ class _Walk:
         if isinstance(module, fx.GraphModule):
             self._adopt_graph(module, name)
             return
-        tracer = IslandTracer(self._is_layer)
-        refusal = tracer.trace_or_explain(module)
+        tracer, form, refusal = self._trace(module)
         if refusal is not None:
             self._add_island(module, name, refusal)
             return
-        region = Region(name, module, tracer.graph)
+        region = Region(name, module, tracer.graph, form)
         self.found.regions.append(region)
         for path, refusal in tracer.islands.items():
             self._add_island(module.get_submodule(path), region.full_name(path), refusal)
+        if form is not None:
+            self._keep_uncalled_layers(region)
+
+    def _trace(self, module: nn.Module) -> tuple[IslandTracer, CallForm | None, Refusal | None]:
+        """Trace for every call, or for the form of call that the example inputs showed."""
+        form = self._forms.get(module)
+        tracer = IslandTracer(self._is_layer)
+        refusal = refuse_signature(module)
+        if refusal is None and (form is None or not form.has_none):
+            refusal = tracer.trace_or_explain(module)
+            if refusal is None:
+                return tracer, None, None
+        if form is None:
+            return tracer, None, refusal
+        tracer = IslandTracer(self._is_layer, form, self._forms)
+        refusal = tracer.trace_or_explain(module)
+        return tracer, replace(form, undecided=frozenset(tracer.undecided)), refusal
+
+    def _keep_uncalled_layers(self, region: Region) -> None:
+        """Let layers that only calls of another form reach look after themselves."""
+        called = layer_calls(region.graph, region.module)
+        for path, module in region.module.named_modules():
+            if self._is_layer(module) and module not in called and module not in self._seen:
+                self._seen.add(module)
+                self.found.island_leaves.append(region.full_name(path))
 
     def _adopt_graph(self, module: fx.GraphModule, name: str) -> None:
         """Take the graph of an ``fx.GraphModule`` as it is; what it calls whole is an island."""

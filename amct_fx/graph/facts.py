@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -171,10 +172,24 @@ def is_nonnegative_input(node: fx.Node, root: nn.Module, rule: FixedMinRule = "r
 
 
 def is_nonnegative(
-    tensor: fx.Node | None, reader: fx.Node, root: nn.Module, rule: FixedMinRule = "relu"
+    tensor: fx.Node | None,
+    reader: fx.Node,
+    root: nn.Module,
+    rule: FixedMinRule = "relu",
+    known: Callable[[fx.Node], bool] | None = None,
 ) -> bool:
-    """Say whether ``tensor`` is known to be >= 0 when ``reader`` reads it; ``None`` is unknown."""
-    return tensor is not None and _reads_nonnegative(tensor, reader, root, rule)
+    """Say whether ``tensor`` is known to be >= 0 when ``reader`` reads it; ``None`` is unknown.
+
+    Args:
+        tensor: What is read.
+        reader: The call that reads it.
+        root: The module that the graph belongs to.
+        rule: See :func:`is_nonnegative_input`.
+        known: Says which nodes count; default all.
+    """
+    if tensor is None:
+        return False
+    return _reads_nonnegative(tensor, reader, _Facts(root, rule, known or (lambda node: True)))
 
 
 def batch_norm_after(node: fx.Node, root: nn.Module) -> fx.Node | None:
@@ -195,40 +210,47 @@ def batch_norm_after(node: fx.Node, root: nn.Module) -> fx.Node | None:
     return user if type(module_of(user, root)) in _BATCH_NORMS else None
 
 
-def _is_nonnegative(node: fx.Node, root: nn.Module, rule: FixedMinRule) -> bool:
-    kind = _kind(node, root)
+@dataclass(frozen=True)
+class _Facts:
+    """What the search for values below 0 needs everywhere."""
+
+    root: nn.Module
+    rule: FixedMinRule
+    known: Callable[[fx.Node], bool]
+
+
+def _is_nonnegative(node: fx.Node, facts: _Facts) -> bool:
+    if not facts.known(node):
+        return False
+    kind = _kind(node, facts.root)
     if kind in _RELU:
         return True
     if kind in _PASS:
-        return _sources_nonnegative(node, root, rule)
-    if rule == "relu":
+        return _sources_nonnegative(node, facts)
+    if facts.rule == "relu":
         return False
-    if kind in _POSITIVE or _is_clamp_at_zero(node, root):
+    if kind in _POSITIVE or _is_clamp_at_zero(node, facts.root):
         return True
     if kind in _JOINS or kind in _KEEPS_SIGN or _is_zero_pad(node):
-        return _sources_nonnegative(node, root, rule)
+        return _sources_nonnegative(node, facts)
     return False
 
 
-def _sources_nonnegative(node: fx.Node, root: nn.Module, rule: FixedMinRule) -> bool:
+def _sources_nonnegative(node: fx.Node, facts: _Facts) -> bool:
     """Check every tensor that ``node`` reads; numbers among the arguments count by their sign."""
     sources = list(_operands(node))
     return bool(sources) and all(
-        value >= 0
-        if isinstance(value, (int, float))
-        else _reads_nonnegative(value, node, root, rule)
+        value >= 0 if isinstance(value, (int, float)) else _reads_nonnegative(value, node, facts)
         for value in sources
     )
 
 
-def _reads_nonnegative(
-    source: fx.Node, reader: fx.Node, root: nn.Module, rule: FixedMinRule
-) -> bool:
-    change = tensor_version(source, reader, root)
+def _reads_nonnegative(source: fx.Node, reader: fx.Node, facts: _Facts) -> bool:
+    change = tensor_version(source, reader, facts.root)
     if change is None:
-        return _is_nonnegative(source, root, rule)
+        return _is_nonnegative(source, facts)
     # a change through a view may leave the other values as they were
-    return layer_input(change) is source and _is_nonnegative(change, root, rule)
+    return layer_input(change) is source and _is_nonnegative(change, facts)
 
 
 def _operands(node: fx.Node) -> Iterator[fx.Node | int | float]:

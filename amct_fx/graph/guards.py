@@ -62,6 +62,11 @@ class GuardedProxy(fx.Proxy):
             return self.tracer.create_proxy("call_function", getattr, (self, k), {})
         return super().__getattr__(k)
 
+    def __len__(self) -> int:
+        """Return the length of a shape that is known, for ``[*x.shape]``, which asks."""
+        length: int | None = getattr(self.tracer, "length_of", lambda _: None)(self)
+        return super().__len__() if length is None else length
+
     def _class_for_outsiders(self) -> type:
         """Refuse ``isinstance(value, …)`` in code outside torch."""
         code = sys._getframe(1).f_code

@@ -10,7 +10,7 @@ working.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,11 +18,19 @@ from torch import fx, nn
 
 from amct_fx.graph.guards import Unregistered
 from amct_fx.graph.serialize import GraphRecord, graph_from_record, graph_to_record
+from amct_fx.graph.signature import CallForm, guarded_forward
 
-__all__ = ["GraphForward", "PlainModule", "fx_graph_of", "install_graph", "regions"]
+__all__ = [
+    "GraphForward",
+    "PlainModule",
+    "call_form_of",
+    "fx_graph_of",
+    "install_graph",
+    "regions",
+]
 
 
-_GENERATED = ("_fx_graph", "_original_class")
+_GENERATED = ("_fx_graph", "_original_class", "_call_form")
 
 
 class GraphForward(nn.Module):
@@ -30,22 +38,23 @@ class GraphForward(nn.Module):
 
     _fx_graph: fx.Graph
     _original_class: type[nn.Module]
+    _call_form: CallForm | None
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Copy and pickle through the user's class: the generated class has no importable name."""
         own = self._original_class.__getstate__(self) if _has_getstate(self) else self.__dict__
         state = {key: value for key, value in own.items() if key not in _GENERATED}
         record = graph_to_record(self._fx_graph)
-        return _rebuild, (self._original_class, record), state
+        return _rebuild, (self._original_class, record, self._call_form), state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the attributes, then compile the graph, whose modules exist only now."""
         record: GraphRecord = self.__dict__.pop("_graph_record")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        install_graph(self, graph_from_record(record))
+        install_graph(self, graph_from_record(record), self._call_form)
 
 
-def install_graph(module: nn.Module, graph: fx.Graph) -> None:
+def install_graph(module: nn.Module, graph: fx.Graph, form: CallForm | None = None) -> None:
     """Make ``module`` run ``graph``; its class becomes a subclass of what it was.
 
     May be called again on the same module after the graph was changed.
@@ -53,12 +62,17 @@ def install_graph(module: nn.Module, graph: fx.Graph) -> None:
     Args:
         module: Owner of every module, parameter and buffer that the graph names.
         graph: The graph to run; checked with ``graph.lint()``.
+        form: The form of call that the graph is for; other calls run the user's Python code.
+            ``None`` if the graph serves every call.
     """
     original = _class_under(module)
     graph.lint()
     generated = fx.GraphModule(_without_graph(module), graph)
-    module.__class__ = _graph_class(original, type(generated).forward)
+    run: Callable[..., Any] = type(generated).forward
+    forward = run if form is None else guarded_forward(form, run, original)
+    module.__class__ = _graph_class(original, forward)
     module.__dict__["_original_class"] = original
+    module.__dict__["_call_form"] = form
     module.__dict__["_fx_graph"] = generated.graph
     generated.graph.owning_module = None
 
@@ -90,6 +104,11 @@ def fx_graph_of(module: nn.Module) -> fx.Graph:
         message = f"{type(module).__name__} runs its own forward, not a traced graph"
         raise TypeError(message)
     return module._fx_graph
+
+
+def call_form_of(module: nn.Module) -> CallForm | None:
+    """Return the form of call that the graph of ``module`` is for, ``None`` if every call."""
+    return module._call_form if isinstance(module, GraphForward) else None
 
 
 def regions(model: nn.Module) -> Iterator[tuple[str, GraphForward]]:
@@ -126,9 +145,12 @@ def _has_getstate(module: GraphForward) -> bool:
     return own is not None and own is not getattr(object, "__getstate__", None)
 
 
-def _rebuild(original: type[nn.Module], record: GraphRecord) -> nn.Module:
+def _rebuild(
+    original: type[nn.Module], record: GraphRecord, form: CallForm | None = None
+) -> nn.Module:
     module = original.__new__(original)
     module.__dict__["_graph_record"] = record
     module.__class__ = _graph_class(original, original.forward)
     module.__dict__["_original_class"] = original
+    module.__dict__["_call_form"] = form
     return module

@@ -6,11 +6,12 @@ import inspect
 import itertools
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx, nn
 from torch.fx.proxy import TraceError
 
@@ -26,9 +27,14 @@ from amct_fx.graph.guards import (
     traced_training_flags,
     unusual_modes,
 )
+from amct_fx.graph.ranks import RANK, expect_length, known_length
 
-__all__ = ["IslandTracer", "Refusal"]
+if TYPE_CHECKING:
+    from amct_fx.graph.signature import CallForm
 
+__all__ = ["IslandTracer", "Refusal", "refuse_signature"]
+
+_ADVICE = "example_inputs show in which form it is called"
 _SWITCHES = "its forward switches gradients or autocast"
 _OWN_FOLDER = str(Path(__file__).parent)
 
@@ -45,9 +51,17 @@ class Refusal:
 class IslandTracer(fx.Tracer):
     """An ``fx.Tracer`` that turns a sub-module it cannot trace into one opaque call."""
 
-    def __init__(self, is_layer: Callable[[nn.Module], bool]) -> None:
+    def __init__(
+        self,
+        is_layer: Callable[[nn.Module], bool],
+        form: CallForm | None = None,
+        forms: Mapping[nn.Module, CallForm] | None = None,
+    ) -> None:
         super().__init__()
         self.proxy_buffer_attributes = True
+        self.undecided: set[str] = set()
+        self._form = form
+        self._forms = forms or {}
         self.islands: dict[str, Refusal] = {}
         self._is_layer = is_layer
         self._modes = modes()
@@ -57,10 +71,12 @@ class IslandTracer(fx.Tracer):
 
     def trace_or_explain(self, module: nn.Module) -> Refusal | None:
         """Trace ``module`` into ``self.graph``; return the reason if that is not possible."""
-        refusal = _refuse_before_tracing(module, self._is_layer) or _refuse_root(module)
+        refusal = _refuse_before_tracing(module, self._is_layer)
+        if refusal is None and self._form is None:
+            refusal = refuse_signature(module)
         if refusal is not None:
             return refusal
-        self._switching = _parts_that_switch_modes(module, self._is_layer)
+        self._switching = _parts_that_switch_modes(module, self)
         if "" in self._switching:
             return self._switching[""]
         return self._attempt(module)
@@ -94,6 +110,41 @@ class IslandTracer(fx.Tracer):
         """Return the nodes after ``last``, newest first."""
         newest_first = reversed(list(self.graph.nodes))
         return list(itertools.takewhile(lambda node: node is not last, newest_first))
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        """Make one placeholder for each leaf of the call form, if the root is traced for one."""
+        if self._form is None:
+            made: tuple[Any, list[Any]] = super().create_args_for_root(
+                root_fn, is_module, concrete_args
+            )
+            return made
+        numbers = itertools.count()
+        args, kwargs = self._form.build(
+            lambda: self.create_proxy("placeholder", f"input_{next(numbers)}", (), {})
+        )
+        self._note_ranks(self._form, args, kwargs)
+        return lambda: root_fn(self.root, *args, **kwargs), []
+
+    def _note_ranks(self, form: CallForm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remember the ranks that the arguments of a module had when the example inputs ran."""
+        for value, rank in form.ranks(args, kwargs):
+            if issubclass(type(value), fx.Proxy) and rank is not None:
+                value.node.meta[RANK] = rank
+
+    def length_of(self, obj: fx.Proxy) -> int | None:
+        """Return how many sizes a shape has; only where another form of call can be told."""
+        return None if self._form is None else known_length(obj.node)
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        """Unpack a shape of known rank."""
+        length = self.length_of(obj)
+        if length is None:
+            unpacked: Iterator[Any] = super().iter(obj)
+            return unpacked
+        sizes = self.create_proxy("call_function", expect_length, (obj, length), {})
+        return iter([sizes[index] for index in range(length)])  # type: ignore[index]
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Make a proxy that refuses questions about its type."""
@@ -140,6 +191,10 @@ class IslandTracer(fx.Tracer):
         if self.is_leaf_module(m, path):
             return super().call_module(m, forward, args, kwargs)
         refusal = _refuse_before_tracing(m, self._is_layer) or self._switching.get(path)
+        if self._form is not None and (refuse_signature(m) or _passes_constants(args, kwargs)):
+            self.undecided.add(path)
+        if self._form is not None and m in self._forms:
+            self._note_ranks(self._forms[m], args, kwargs)
         if refusal is None:
             last = next(iter(reversed(self.graph.nodes)), None)
             stack = list(self.module_stack.items())
@@ -179,15 +234,13 @@ class IslandTracer(fx.Tracer):
                 del self._parameter_cache[name]
 
 
-def _parts_that_switch_modes(
-    module: nn.Module, is_layer: Callable[[nn.Module], bool]
-) -> dict[str, Refusal]:
+def _parts_that_switch_modes(module: nn.Module, tracer: IslandTracer) -> dict[str, Refusal]:
     """Find the parts that switch gradients or autocast, in a trial that is thrown away.
 
     In the modes of the caller ``autocast(enabled=False)`` would change nothing and not show; in the
     modes of the trial, constants that a forward computes would come out in half precision.
     """
-    trial = IslandTracer(is_layer)
+    trial = IslandTracer(tracer._is_layer, tracer._form, tracer._forms)
     with unusual_modes():
         refusal = trial._attempt(module)
     found = {**trial.islands, **({} if refusal is None else {"": refusal})}
@@ -211,16 +264,26 @@ def _refuse_before_tracing(
     return None
 
 
-def _refuse_root(module: nn.Module) -> Refusal | None:
-    """Refuse signatures that tracing would freeze: ``*args``, ``**kwargs``, ``mask=None``."""
+def refuse_signature(module: nn.Module) -> Refusal | None:
+    """Refuse what tracing would freeze: ``*args``, ``**kwargs``, ``mask=None``.
+
+    Args:
+        module: A module that is to be traced, with no known form of call.
+    """
     type_name = type(module).__name__
     for parameter in inspect.signature(module.forward).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            return Refusal(type_name, f"forward takes *{parameter.name}")
+            return Refusal(type_name, f"forward takes *{parameter.name}; {_ADVICE}")
         if parameter.default is None:
-            reason = f"argument {parameter.name!r} of forward is optional"
+            reason = f"argument {parameter.name!r} of forward is optional; {_ADVICE}"
             return Refusal(type_name, reason, _definition(module))
     return None
+
+
+def _passes_constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Say whether a traced call passes anything but values of the graph."""
+    values = [*args, *kwargs.values()]
+    return not all(issubclass(type(value), (fx.Proxy, torch.Tensor)) for value in values)
 
 
 def _definition(module: nn.Module) -> str | None:

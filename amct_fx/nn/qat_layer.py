@@ -131,10 +131,15 @@ class QATLayer(nn.Module):
         return {name: f"{name.removesuffix('_l0')}_fake_quant" for name in self.weight_names}
 
     @property
+    def input_owner(self) -> Any:
+        """The layer whose input quantizer this one uses: itself, or the one it shares with."""
+        return self._input_owner[0] if self._input_owner else self
+
+    @property
     def input_quantizer(self) -> FakeQuantizeBase:
         """The fake-quantizer of the input, of this layer or of the one it shares with."""
-        owner = self._input_owner[0] if self._input_owner else self
-        return owner.input_fake_quant
+        found: FakeQuantizeBase = self.input_owner.input_fake_quant
+        return found
 
     def quantized_input(self, input: Tensor, quantized: bool) -> Tensor:
         """Return the tensor the float operator runs on."""

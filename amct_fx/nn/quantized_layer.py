@@ -244,8 +244,7 @@ class QuantizedLayer(_KeepsScales):
     @property
     def input_quantizer(self) -> Quantize:
         """The quantizer of the input, of this layer or of the one it shares with."""
-        owner = self._input_owner[0] if self._input_owner else self
-        return owner.input_quantize
+        return self.input_owner.input_quantize
 
     def own_input_quantizer(self, quantize: Quantize) -> None:
         """Put ``quantize`` and its dequantize where the fake-quantizer of the input was."""

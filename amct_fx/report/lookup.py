@@ -27,12 +27,10 @@ def input_quantizers(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
         ('0', 'ULQFakeQuantize')
     """
     found: dict[str, tuple[str, nn.Module]] = {}
-    for name, module in model.named_modules():
+    names = {module: name for name, module in model.named_modules()}
+    for module, name in names.items():
         if isinstance(module, (QATLayer, QuantizedLayer)) and module.quantizes_input:
-            own = getattr(module, "input_quantize", None) or module.get_submodule(
-                "input_fake_quant"
-            )
-            found[name] = (name, own)
+            found[name] = (names[module.input_owner], module.input_quantizer)
     for prefix, region in regions(model):
         for node in fx_graph_of(region).nodes:
             if not isinstance(module_of(node, region), (QATLayer, QuantizedLayer)):
