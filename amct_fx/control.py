@@ -179,7 +179,7 @@ class QATSchedule:
         Raises:
             ModelStateError: If the model has no quantizers.
         """
-        quantizers = {_plain(name): module for name, module in _named_quantizers(model)}
+        quantizers = {plain_name(name): module for name, module in _named_quantizers(model)}
         if not quantizers:
             raise ModelStateError(_NOT_PREPARED)
         calibrating = self.epoch < self.float_epochs
@@ -265,7 +265,7 @@ def _quantizers(model: nn.Module) -> Iterator[tuple[str, FakeQuantizeBase]]:
         yield name.rpartition(".")[0], module
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return a name without what DistributedDataParallel and ``torch.compile`` put before it."""
     while name.startswith(("module.", "_orig_mod.")):
         name = name.partition(".")[2]

@@ -2,15 +2,18 @@
 
 from amct_fx.report.analysis import Analysis, LayerAnalysis, Sensitivity, Suggestion
 from amct_fx.report.analyze import analyze
+from amct_fx.report.recorder import History, TrainingRecorder
 from amct_fx.report.summary import Summary, SummaryRow, summarize
 
 __all__ = [
     "Analysis",
+    "History",
     "LayerAnalysis",
     "Sensitivity",
     "Suggestion",
     "Summary",
     "SummaryRow",
+    "TrainingRecorder",
     "analyze",
     "summarize",
 ]

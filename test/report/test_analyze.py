@@ -132,7 +132,7 @@ def test_inputs_and_outputs_are_compared_with_the_float_model() -> None:
         layer = which.get_submodule("c")
         handle = layer.register_forward_hook(
             lambda _m, args, output: seen.setdefault("c", []).extend(
-                [args[0].clone(), output.clone()]
+                [args[0].detach().clone(), output.detach().clone()]
             )
         )
         which(x)
