@@ -2,6 +2,8 @@
 
 from amct_fx.report.analysis import Analysis, LayerAnalysis, Sensitivity, Suggestion
 from amct_fx.report.analyze import analyze
+from amct_fx.report.html import save_html
+from amct_fx.report.plots import save_png
 from amct_fx.report.recorder import History, TrainingRecorder
 from amct_fx.report.summary import Summary, SummaryRow, summarize
 
@@ -15,5 +17,7 @@ __all__ = [
     "SummaryRow",
     "TrainingRecorder",
     "analyze",
+    "save_html",
+    "save_png",
     "summarize",
 ]

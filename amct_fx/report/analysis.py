@@ -9,8 +9,11 @@ from amct_fx.config.writer import fields_to_text
 from amct_fx.report import table
 
 if TYPE_CHECKING:
+    import os
+
     from amct_fx.report.graph_view import GraphView
     from amct_fx.report.measures import CodeUse, Histogram, TensorError
+    from amct_fx.report.recorder import TrainingRecorder
     from amct_fx.report.summary import Summary
 
 __all__ = ["Analysis", "LayerAnalysis", "Sensitivity", "Suggestion"]
@@ -225,6 +228,31 @@ class Analysis:
             file: Where to; standard output by default.
         """
         table.show(self, self.__rich__, file)
+
+    def save_html(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        recorder: TrainingRecorder | None = None,
+        prune_plan: Any = None,
+        title: str = "amct_fx report",
+    ) -> None:
+        """Write one self-contained page; arguments as for :func:`amct_fx.report.save_html`."""
+        from amct_fx.report.html import save_html
+
+        save_html(path, self, recorder=recorder, prune_plan=prune_plan, title=title)
+
+    def save_png(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        recorder: TrainingRecorder | None = None,
+        prune_plan: Any = None,
+    ) -> list[str]:
+        """Write the pictures of the page as PNG files, see :func:`amct_fx.report.save_png`."""
+        from amct_fx.report.plots import save_png
+
+        return save_png(folder, self, recorder=recorder, prune_plan=prune_plan)
 
     def _rows(self) -> list[list[str]]:
         return [[table.cell(row[key]) for key, _ in _COLUMNS] for row in _short(self.records())]

@@ -1,0 +1,224 @@
+"""The pictures of the page as PNG files, through matplotlib (the extra ``report``)."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from amct_fx.config.files import replacing
+from amct_fx.report.prune_picture import prune_picture
+from amct_fx.report.table import optional
+
+if TYPE_CHECKING:
+    import os
+
+    from amct_fx.report.analysis import Analysis, LayerAnalysis
+    from amct_fx.report.measures import Histogram
+    from amct_fx.report.recorder import History, TrainingRecorder
+
+__all__ = ["save_png"]
+
+_INPUT, _WEIGHT, _CLIP, _FAINT = "#0b62b8", "#b4540a", "#c2185b", "#5b6675"
+_PER_PICTURE = 12
+
+
+def save_png(
+    folder: str | os.PathLike[str],
+    analysis: Analysis,
+    *,
+    recorder: TrainingRecorder | None = None,
+    prune_plan: Any = None,
+) -> list[str]:
+    """Write the pictures of the page as PNG files: ``sqnr``, ``sensitivity``, ``histograms_1`` ….
+
+    Args:
+        folder: Where to; made if need be.
+        analysis: What :func:`amct_fx.analyze` returned.
+        recorder: History of the training: ``loss`` and ``clips``.
+        prune_plan: What ``amct_fx.prune_plan`` returned: ``prune_plan``.
+
+    Returns:
+        The paths of the files.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    optional("matplotlib", needed_for="drawing PNG files", install="amct-fx[report]")
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    pictures: dict[str, Callable[[], Any]] = {"sqnr": lambda: _sqnr(analysis)}
+    if any(layer.sensitivity is not None for layer in analysis.layers):
+        pictures["sensitivity"] = lambda: _sensitivity(analysis)
+    pictures["network"] = lambda: _network(analysis)
+    for start in range(0, len(analysis.layers), _PER_PICTURE):
+        part = analysis.layers[start : start + _PER_PICTURE]
+        pictures[f"histograms_{start // _PER_PICTURE + 1}"] = functools.partial(_histograms, part)
+    if recorder is not None:
+        history = recorder.history()
+        pictures["clips"] = lambda: _clips(history)
+        if history.scalars:
+            pictures["loss"] = lambda: _scalars(history)
+    if prune_plan is not None:
+        pictures["prune_plan"] = lambda: _prune_plan(prune_picture(prune_plan))
+    return [_write(place / f"{name}.png", draw()) for name, draw in pictures.items()]
+
+
+def _write(path: Path, figure: Any) -> str:
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=120)
+    return str(path)
+
+
+def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Any, list[Any]]:
+    """Return a figure without matplotlib's global state, and its axes."""
+    module = optional("matplotlib.figure", needed_for="a plot", install="amct-fx[report]")
+    figure = module.Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    return figure, list(axes.flat)
+
+
+def _plain_text(text: str) -> str:
+    """Return text that matplotlib does not read as a formula."""
+    return text.replace("$", r"\$")
+
+
+def _bar_chart(axis: Any, names: list[str], values: list[float], *, label: str) -> None:
+    positions = range(len(names))
+    colours = [_INPUT if value >= 0 else _WEIGHT for value in values]
+    axis.barh(positions, values, color=colours)
+    axis.set_yticks(positions, [_plain_text(name) for name in names], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel(label)
+    axis.grid(axis="x", alpha=0.3)
+    axis.set_axisbelow(True)
+
+
+def _sqnr(analysis: Analysis) -> Any:
+    kinds = (("output", "output"), ("output_alone", "output, alone"), ("weight", "weight"))
+    height = 1 + 0.22 * len(analysis.layers)
+    figure, axes = _figure(12, height, 1, len(kinds))
+    names = [layer.name for layer in analysis.layers]
+    for axis, (key, title) in zip(axes, kinds, strict=True):
+        errors = [getattr(layer, key) for layer in analysis.layers]
+        values = [e.sqnr if e is not None and math.isfinite(e.sqnr) else math.nan for e in errors]
+        _bar_chart(axis, names, values, label=f"SQNR of the {title} (dB)")
+    return figure
+
+
+def _sensitivity(analysis: Analysis) -> Any:
+    height = 1 + 0.22 * len(analysis.layers)
+    figure, axes = _figure(10, height, 1, 2)
+    order = [analysis.layer(name) for name in analysis.ranking]
+    names = [layer.name for layer in order]
+    for axis, key, label in zip(
+        axes, ("harm", "gain"), ("harm alone", "gain if float"), strict=True
+    ):
+        values = [getattr(layer.sensitivity, key, math.nan) for layer in order]
+        _bar_chart(axis, names, values, label=f"{label}: {_plain_text(analysis.metric)}")
+    return figure
+
+
+def _histograms(layers: tuple[LayerAnalysis, ...]) -> Any:
+    figure, axes = _figure(9, 1.5 * len(layers), len(layers), 2)
+    for index, layer in enumerate(layers):
+        both = (layer.input_histogram, _INPUT), (layer.weight_histogram, _WEIGHT)
+        for axis, (found, colour) in zip(axes[2 * index : 2 * index + 2], both, strict=True):
+            _draw_histogram(axis, found, colour)
+        axes[2 * index].set_ylabel(_plain_text(layer.name), rotation=0, ha="right", fontsize=8)
+    for axis, title in zip(axes[:2], ("input", "weight"), strict=True):
+        axis.set_title(title, fontsize=9)
+    return figure
+
+
+def _draw_histogram(axis: Any, found: Histogram | None, colour: str) -> None:
+    axis.tick_params(labelsize=7)
+    axis.set_yticks([])
+    if found is None:
+        return
+    step = (found.high - found.low) / len(found.counts)
+    edges = [found.low + index * step for index in range(len(found.counts) + 1)]
+    axis.stairs([math.log1p(count) for count in found.counts], edges, fill=True, color=colour)
+    for clip in (found.clip_min, found.clip_max):
+        if clip is not None:
+            axis.axvline(clip, color=_CLIP, linestyle="--", linewidth=1)
+
+
+def _scalars(history: History) -> Any:
+    figure, axes = _figure(8, 2.2 * len(history.scalars), len(history.scalars), 1)
+    for axis, (name, (steps, values)) in zip(axes, history.scalars.items(), strict=True):
+        axis.plot(steps, values, color=_INPUT)
+        axis.set_ylabel(_plain_text(name))
+        axis.grid(alpha=0.3)
+    axes[-1].set_xlabel("step")
+    return figure
+
+
+def _clips(history: History) -> Any:
+    names = list(history.clip_max)
+    figure, axes = _figure(8, 1.4 * len(names), len(names), 1)
+    for axis, name in zip(axes, names, strict=True):
+        axis.plot(history.steps, history.clip_max[name], color=_INPUT)
+        axis.plot(history.steps, history.clip_min[name], color=_WEIGHT)
+        axis.set_ylabel(_plain_text(name), rotation=0, ha="right", fontsize=8)
+        axis.tick_params(labelsize=7)
+        axis.grid(alpha=0.3)
+    axes[-1].set_xlabel("step")
+    return figure
+
+
+def _network(analysis: Analysis) -> Any:
+    view = analysis.graph
+    figure, axes = _figure(1 + 1.7 * view.width, 0.8 + 0.55 * view.height)
+    axis = axes[0]
+    colours = _heat(analysis)
+    for line in view.edges:
+        axis.plot([x for x, _ in line], [y for _, y in line], color=_FAINT, lw=0.8, zorder=1)
+    for node in view.nodes:
+        face, ink = colours.get(node.layer, ("white", "black"))
+        style = "dashed" if node.kind == "float" else "solid"
+        box = {"boxstyle": "round", "facecolor": face, "edgecolor": _FAINT, "linestyle": style}
+        place = {"ha": "center", "va": "center", "fontsize": 7, "color": ink, "bbox": box}
+        axis.text(node.x, node.y, _plain_text(node.label), **place)
+    for title, row in view.titles:
+        axis.text(-0.4, row, _plain_text(title), fontsize=7, color=_FAINT)
+    axis.set_xlim(-0.6, view.width - 0.4)
+    axis.set_ylim(view.height - 0.4, -0.6)
+    axis.axis("off")
+    return figure
+
+
+def _heat(analysis: Analysis) -> dict[str, tuple[Any, str]]:
+    """Return the colours of each layer: the more it costs the darker."""
+    module = optional("matplotlib", needed_for="a plot", install="amct-fx[report]")
+    scale = module.colormaps["Blues"]
+    harms = {item.name: item.sensitivity.harm for item in analysis.layers if item.sensitivity}
+    worst = max(harms.values(), default=0.0)
+    found: dict[str, tuple[Any, str]] = {}
+    for name, harm in harms.items():
+        share = 0.0
+        if harm > 0 and worst > 0:
+            share = min(max(1 + 0.4 * math.log10(harm / worst), 0.0), 1.0)
+        found[name] = (scale(0.05 + 0.9 * share), "white" if share > 0.55 else "black")
+    return found
+
+
+def _prune_plan(plan: dict[str, Any]) -> Any:
+    groups = plan["groups"]
+    figure, axes = _figure(10, 1 + 0.4 * len(groups))
+    axis = axes[0]
+    for row, group in enumerate(groups):
+        kept = set(group["kept"])
+        cut = [index for index in range(group["channels"]) if index not in kept]
+        axis.broken_barh([(index, 0.9) for index in sorted(kept)], (row - 0.35, 0.7), color=_INPUT)
+        edges = {"facecolor": "none", "edgecolor": "#b3261e", "linewidth": 0.6}
+        axis.broken_barh([(index, 0.9) for index in cut], (row - 0.35, 0.7), **edges)
+    labels = [_plain_text(", ".join(group["producers"])) for group in groups]
+    axis.set_yticks(range(len(groups)), labels, fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel("channel; filled ones stay")
+    if plan["totals"]:
+        axis.set_title(_plain_text(plan["totals"]), fontsize=9)
+    return figure
