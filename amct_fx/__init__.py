@@ -35,7 +35,7 @@ from amct_fx.errors import (
     RecordError,
     RecordParseError,
 )
-from amct_fx.onnx import export_onnx
+from amct_fx.onnx import export_onnx, verify_onnx
 from amct_fx.prepare import prepare_qat_amct
 from amct_fx.qconfig import get_qconfig_mapping
 from amct_fx.report import analyze, summarize
@@ -75,4 +75,5 @@ __all__ = [
     "prepare_qat_amct",
     "save_checkpoint",
     "summarize",
+    "verify_onnx",
 ]

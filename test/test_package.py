@@ -65,6 +65,7 @@ def test_the_public_names_are_these() -> None:
         "prepare_qat_amct",
         "save_checkpoint",
         "summarize",
+        "verify_onnx",
     ]
 
 

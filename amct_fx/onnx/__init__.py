@@ -4,5 +4,6 @@ Importing this package loads no ``onnx``.
 """
 
 from amct_fx.onnx.export import export_onnx
+from amct_fx.onnx.verify import Verification, VerifiedLayer, verify_onnx
 
-__all__ = ["export_onnx"]
+__all__ = ["Verification", "VerifiedLayer", "export_onnx", "verify_onnx"]

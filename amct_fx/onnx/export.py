@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from amct_fx.onnx.source import Exporter
 
-__all__ = ["export_onnx"]
+__all__ = ["export_onnx", "own_converted"]
 
 
 def export_onnx(
@@ -109,7 +109,7 @@ def export_onnx(
         exporter=exporter,
     )
     checked_opset(opset, format, exporter=exporter)
-    converted = _converted(model)
+    converted = own_converted(model)
     version = checked_opset(opset, format, exporter=exporter, int16=_has_int16(converted))
 
     from amct_fx.onnx.build import Options, build
@@ -119,7 +119,7 @@ def export_onnx(
     write_model(made, path, suffix=rules.suffix)
 
 
-def _converted(model: nn.Module) -> nn.Module:
+def own_converted(model: nn.Module) -> nn.Module:
     """Return a converted model of our own, in eval mode."""
     if not isinstance(model, nn.Module) or not _is_converted(model):
         return convert_amct(model)

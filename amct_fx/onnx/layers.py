@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from amct_fx.onnx.graph import Graph
 
-__all__ = ["MOVES_VALUES", "LayerCall", "find_layers", "name_activations"]
+__all__ = ["MOVES_VALUES", "OPERATORS", "LayerCall", "find_layers", "name_activations"]
 
-_OPERATORS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU")
+OPERATORS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU")
 _CHANGES_NO_VALUE = ("Transpose", "Reshape", "Cast", "Identity", "Unsqueeze", "Squeeze", "Flatten")
 _ON_WEIGHTS = (*_CHANGES_NO_VALUE, "Slice", "Concat", "Expand")
 MOVES_VALUES = (*_CHANGES_NO_VALUE, "Pad", "Slice")
@@ -87,7 +87,7 @@ def find_layers(graph: Graph, model: nn.Module) -> list[LayerCall]:
     found: list[LayerCall] = []
     counts: dict[str, int] = {}
     for node in graph.nodes:
-        if node.op_type not in _OPERATORS or len(node.input) < 2:
+        if node.op_type not in OPERATORS or len(node.input) < 2:
             continue
         name = _layer_of(graph, node, aliases, buffers)
         if name is None:

@@ -66,6 +66,7 @@ def activation_range(quantize: Quantize) -> Range:
     """Return the scale and offset of a quantizer.
 
     Example:
+        >>> from amct_fx.nn.quantized import Quantize
         >>> found = activation_range(Quantize(0.5, 3))
         >>> float(found.scale), float(found.reciprocal), found.offset, found.type_name
         (0.5, 2.0, 3, 'INT8')

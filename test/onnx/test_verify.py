@@ -1,0 +1,195 @@
+"""``verify_onnx``: agreement of every format, and corrupted files found and named."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+from torch import nn
+
+from amct_fx import (
+    AmctFileNotFoundError,
+    ArgumentError,
+    ExportError,
+    InputDataError,
+    convert_amct,
+    export_onnx,
+    prepare_qat_amct,
+    verify_onnx,
+)
+
+from ..networks import Net, NetWithIsland, example
+from .cases import CASES, INT4, INT16, Recurrent, converted, rand
+
+FORMATS = ("qdq", "ascend", "fake_quant")
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return converted(Net(), example(16))
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "m.onnx"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", CASES)
+def test_every_kind_of_layer_agrees(name, format, path):
+    network, x = CASES[name]
+    model = converted(network(), x)
+    export_onnx(model, x, path, format=format, exporter="torchscript")
+    result = verify_onnx(path, model, rand(*x.shape, seed=4))
+    assert result.passed, str(result)
+    names = {n for n, m in model.named_modules() if hasattr(m, "weight_codes")}
+    assert {row.name for row in result.rows} == names
+    for row in result.rows:
+        assert row.own_equal == 1
+        assert row.equal >= 0.99
+        assert min(row.sqnr, row.own_sqnr, result.output_sqnr) > 60
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("cfg", [None, INT4, INT16], ids=["a8w8", "a8w4", "a16w8"])
+def test_recurrent_layers_agree(cfg, format, path):
+    x = rand(3, 5, 4)
+    model = converted(Recurrent(), x, cfg)
+    options = {"opset": 21} if cfg == INT16 and format == "qdq" else {"exporter": "torchscript"}
+    export_onnx(model, x, path, format=format, **options)
+    result = verify_onnx(path, model, x)
+    assert result.passed, str(result)
+    assert {row.name for row in result.rows} >= {"lstm", "gru"}
+
+
+def test_prepared_models_islands_and_both_exporters_are_verified(path):
+    prepared = prepare_qat_amct(NetWithIsland())
+    prepared(example(4))
+    for exporter in ("dynamo", "torchscript"):
+        export_onnx(prepared, example(4), path, exporter=exporter, format="qdq")
+        assert verify_onnx(path, prepared, example(4)).passed
+
+
+def corrupted(path, change):
+    """Write the file with one of its constants changed."""
+    file = onnx.load(path)
+    tensors = {item.name: item for item in file.graph.initializer}
+    tensors.update(
+        {n.output[0]: n.attribute[0].t for n in file.graph.node if n.op_type == "Constant"}
+    )
+    change(file, tensors)
+    onnx.save(file, path)
+
+
+def scale_input(name, factor):
+    """Return a change of the input scale of a layer."""
+
+    def change(file, tensors):
+        node = next(n for n in file.graph.node if n.name == f"{name}.quant")
+        if node.op_type == "AscendQuant":
+            attribute = next(a for a in node.attribute if a.name == "scale")
+            attribute.f /= factor
+        else:
+            scale_constant(node.input[1], factor)(file, tensors)
+
+    return change
+
+
+def scale_constant(name, factor):
+    def change(file, tensors):
+        value = numpy_helper.to_array(tensors[name]) * np.float32(factor)
+        tensors[name].CopyFrom(numpy_helper.from_array(value.astype(np.float32), name))
+
+    return change
+
+
+def scale_params(name, factor, channel):
+    def change(file, tensors):
+        bits = numpy_helper.to_array(tensors[name]).astype(np.uint32)
+        scale = bits.view(np.float32).copy()
+        scale[channel] *= np.float32(factor)
+        changed = scale.view(np.uint32).astype(np.uint64)
+        tensors[name].CopyFrom(numpy_helper.from_array(changed, name))
+
+    return change
+
+
+def flip_code(name):
+    def change(file, tensors):
+        codes = numpy_helper.to_array(tensors[name]).copy()
+        codes.flat[2] = -codes.flat[2] - 50
+        tensors[name].CopyFrom(numpy_helper.from_array(codes, name))
+
+    return change
+
+
+CORRUPTIONS = [
+    ("qdq", scale_input("left", 1.02), "left", "quantizer"),
+    ("qdq", flip_code("right.weight_codes"), "right", "weights"),
+    ("qdq", flip_code("head.bias_codes"), "head", "bias"),
+    ("ascend", scale_input("head", 1.02), "head", "quantizer"),
+    ("ascend", scale_params("stem.dequant.param", 1.01, 3), "stem", "scales"),
+    ("ascend", flip_code("left.sub_module.bias"), "left", "bias"),
+    ("fake_quant", scale_constant("left.quant.fakequant.scale.output0", 1.02), "left", "quantizer"),
+    ("fake_quant", scale_constant("right.fakedequant.dqscale.output0", 0.99), "right", "scales"),
+]
+
+
+@pytest.mark.parametrize(("format", "change", "layer", "word"), CORRUPTIONS)
+def test_a_corrupted_layer_is_found_and_named(model, path, format, change, layer, word):
+    export_onnx(model, example(16), path, format=format, exporter="torchscript")
+    assert verify_onnx(path, model, example(16)).passed
+    corrupted(path, change)
+    result = verify_onnx(path, model, example(16))
+    assert not result.passed
+    assert result.first_diverging == layer
+    row = next(row for row in result.rows if row.problem)
+    assert word in row.problem
+    assert f"the first layer that differs is {layer}" in str(result)
+
+
+def test_the_table_has_a_line_for_each_layer(model, path):
+    export_onnx(model, example(16), path, format="fake_quant")
+    lines = str(verify_onnx(path, model, example(16))).splitlines()
+    assert lines[0].split() == ["layer", "equal", "largest", "SQNR", "own", "SQNR"]
+    assert [line.split()[0] for line in lines[1:-1]] == ["stem", "left", "right", "head"]
+    assert lines[-1].startswith("every layer agrees")
+
+
+def test_the_model_is_not_changed(model, path):
+    export_onnx(model, example(16), path)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    verify_onnx(path, model, example(16))
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_what_is_no_file_of_the_model_is_refused(model, path, tmp_path):
+    with pytest.raises(AmctFileNotFoundError, match="there is no file"):
+        verify_onnx(path, model, example())
+    with pytest.raises(ArgumentError, match="is a folder"):
+        verify_onnx(tmp_path, model, example())
+    path.write_text("not a model")
+    with pytest.raises(ExportError, match="cannot be read as an ONNX file"):
+        verify_onnx(path, model, example())
+    export_onnx(convert_amct(model_of(nn.Conv2d(3, 4, 3))), example(), path)
+    with pytest.raises(ExportError, match="has no layer 'stem'"):
+        verify_onnx(path, model, example())
+
+
+def model_of(layer: nn.Module) -> nn.Module:
+    prepared = prepare_qat_amct(nn.Sequential(layer))
+    prepared(example())
+    return prepared
+
+
+def test_batches_that_do_not_fit_are_refused(model, path):
+    export_onnx(model, example(2), path)
+    with pytest.raises(InputDataError, match="batch must be a tensor or a tuple"):
+        verify_onnx(path, model, [example(2)])
+    with pytest.raises(InputDataError, match="cannot run on this batch"):
+        verify_onnx(path, model, example(3))
+    with pytest.raises(InputDataError, match="the model cannot run on this batch"):
+        verify_onnx(path, model, rand(2, 5, 8, 8))
