@@ -8,13 +8,13 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Container
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from amct_fx.config import LayerFacts, ModelFacts
+from amct_fx.config import LayerFacts, ModelFacts, PruneMode
 from amct_fx.config.layer_types import CONV_TYPES
 from amct_fx.config.messages import warn
 from amct_fx.errors import InputDataError
@@ -57,14 +57,30 @@ def is_layer(module: nn.Module) -> bool:
     return float_class_of(module) in QUANTIZABLE_CLASSES
 
 
+_PRUNABLE_CLASSES = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.Linear,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 _REUSED = "in one forward (reused)"
+_SET_BY_HOOK = "its weight is set by a hook (torch.nn.utils.prune, old spectral_norm)"
+_UNBATCHED = "its input has no batch axis"
 
 Reuse = Literal["float", "quantize"]
 """What to do with a layer that one forward calls several times, or whose weight is shared."""
 
 
 def model_facts(
-    model: nn.Module, captured: Capture, reused: Reuse = "float", *, functional: bool = False
+    model: nn.Module,
+    captured: Capture,
+    reused: Reuse = "float",
+    *,
+    functional: bool = False,
+    prune_mode: PruneMode = "native",
 ) -> ModelFacts:
     """Describe the layers of ``model`` for the configuration.
 
@@ -73,25 +89,22 @@ def model_facts(
         captured: What tracing found; decides which layers are called, and how often.
         reused: ``"float"`` excludes layers that are called several times or share a weight.
         functional: A layer whose weight only a functional call reads owns no share in it.
+        prune_mode: Decides which layers can be pruned.
 
     Returns:
-        Every layer of a quantizable type in ``named_modules()`` order, with the reason when it must
-        stay float.
+        Every layer that can be quantized or pruned by its type, in ``named_modules()`` order, with
+        the reason when it must stay float, or must not be pruned.
     """
     calls = _call_counts(model, captured)
-    owners: Counter[int] = Counter()
-    if reused == "float":
-        sharing = calls if functional else model.modules()
-        owners.update(key for layer in sharing for key in _weights(layer))
-    else:
-        calls = Counter({module: min(count, 1) for module, count in calls.items()})
+    sharing = calls if functional else model.modules()
+    owners = Counter(key for layer in sharing for key in _weights(layer))
     layers = tuple(
-        _layer_facts(name, module, calls.get(module, 0), owners)
+        _layer_facts(name, module, _Use(calls.get(module, 0), owners, reused, prune_mode))
         for name, module in model.named_modules()
-        if is_layer(module)
+        if is_layer(module) or _is_only_prunable(module)
     )
     modules = {name: type(module).__name__ for name, module in model.named_modules()}
-    return ModelFacts(layers=layers, modules=modules)
+    return ModelFacts(layers=layers, modules=modules, prune_mode=prune_mode)
 
 
 def warn_of_reused_layers(facts: ModelFacts) -> None:
@@ -146,12 +159,22 @@ def unbatched_layers(
 def without_unbatched(facts: ModelFacts, unbatched: Container[str]) -> ModelFacts:
     """Exclude the convolutions whose input has no batch axis."""
     layers = tuple(
-        replace(layer, reason="its input has no batch axis")
-        if layer.eligible and layer.name in unbatched
+        replace(layer, reason=layer.reason or _UNBATCHED, prune_reason=_UNBATCHED)
+        if layer.name in unbatched
         else layer
         for layer in facts.layers
     )
     return replace(facts, layers=layers)
+
+
+def _is_only_prunable(module: nn.Module) -> bool:
+    """Say whether a module computes what a layer computes, but is of no type that is quantized."""
+    base = _prunable_base(module)
+    return base is not None and not is_layer(module) and type(module).forward is base.forward
+
+
+def _prunable_base(module: nn.Module) -> type[nn.Module] | None:
+    return next((cls for cls in _PRUNABLE_CLASSES if isinstance(module, cls)), None)
 
 
 def _is_convolution(module: nn.Module) -> bool:
@@ -203,9 +226,44 @@ def _call_counts(model: nn.Module, captured: Capture) -> Counter[nn.Module]:
     return counts
 
 
-def _layer_facts(name: str, module: nn.Module, calls: int, owners: Counter[int]) -> LayerFacts:
-    reason = _own_reason(module) or _use_reason(module, calls, owners)
-    layer_type = float_class_of(module).__name__
+@dataclass(frozen=True)
+class _Use:
+    """How the model uses a layer, and which uses hinder."""
+
+    calls: int
+    owners: Counter[int]
+    reused: Reuse
+    prune_mode: PruneMode
+
+    def of_weight(self, module: nn.Module) -> int:
+        """Return how often the weight of a layer is used."""
+        return max([self.calls, *(self.owners[key] for key in _weights(module))])
+
+    def quant_reason(self, module: nn.Module) -> str | None:
+        """Give the reason against quantization."""
+        if not is_layer(module):
+            return _why_no_layer(module)
+        return _own_reason(module) or self._reason(module, may_repeat=self.reused == "quantize")
+
+    def prune_reason(self, module: nn.Module) -> str | None:
+        """Give the reason against pruning."""
+        if _weight_set_by_hook(module):
+            return _SET_BY_HOOK
+        if not is_layer(module):
+            return None if self.prune_mode == "native" else _why_no_layer(module)
+        return self._reason(module, may_repeat=self.prune_mode == "native")
+
+    def _reason(self, module: nn.Module, *, may_repeat: bool) -> str | None:
+        if not may_repeat and any(self.owners[key] > 1 for key in _weights(module)):
+            return "its weight is shared with another layer"
+        if self.calls == 0:
+            return "it is never called in the traced forward"
+        if not may_repeat and self.calls > 1:
+            return f"it is called {self.calls} times {_REUSED}"
+        return None
+
+
+def _layer_facts(name: str, module: nn.Module, use: _Use) -> LayerFacts:
     layer: Any = module  # the attributes below belong to its class
     if isinstance(module, nn.RNNBase):
         sizes: dict[str, Any] = {"packing_sizes": (layer.input_size, layer.hidden_size)}
@@ -215,7 +273,15 @@ def _layer_facts(name: str, module: nn.Module, calls: int, owners: Counter[int])
         channels = layer.in_channels
         sizes = {"packing_sizes": (channels,), "in_channels": channels, "groups": layer.groups}
         sizes["dilation"] = layer.dilation
-    return LayerFacts(name=name, layer_type=layer_type, reason=reason, **sizes)
+    return LayerFacts(
+        name=name,
+        layer_type=(_prunable_base(module) or float_class_of(module)).__name__,
+        reason=use.quant_reason(module),
+        prune_reason=use.prune_reason(module),
+        uses=use.of_weight(module),
+        prune_mode=use.prune_mode,
+        **sizes,
+    )
 
 
 def _own_reason(module: nn.Module) -> str | None:
@@ -226,7 +292,7 @@ def _own_reason(module: nn.Module) -> str | None:
     if isinstance(module, nn.Conv3d) and module.dilation[0] != 1:
         return f"dilation {module.dilation[0]} along depth is not supported"
     if _weight_set_by_hook(module):
-        return "its weight is set by a hook (torch.nn.utils.prune, old spectral_norm)"
+        return _SET_BY_HOOK
     if isinstance(module, nn.RNNBase):
         if type(module) is not float_class_of(module):
             return "a weight of it is parametrized"
@@ -238,14 +304,3 @@ def _weight_set_by_hook(module: nn.Module) -> bool:
     """Say whether something other than ``parametrize`` or ``weight_norm`` makes the weight."""
     plain = isinstance(vars(module).get("weight"), Tensor)
     return plain and changes_its_input(module)
-
-
-def _use_reason(module: nn.Module, calls: int, owners: Counter[int]) -> str | None:
-    """Give the reason that lies in how the model uses the layer."""
-    if any(owners[key] > 1 for key in _weights(module)):
-        return "its weight is shared with another layer"
-    if calls == 0:
-        return "it is never called in the traced forward"
-    if calls > 1:
-        return f"it is called {calls} times {_REUSED}"
-    return None

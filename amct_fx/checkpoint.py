@@ -30,7 +30,7 @@ from amct_fx.errors import (
     did_you_mean,
 )
 from amct_fx.nn.qat import QATLayer
-from amct_fx.nn.quantized import Quantize, QuantizedLayer, quantized_class_of
+from amct_fx.nn.quantized import QuantizedLayer, quantized_class_of
 from amct_fx.observers import ULQFakeQuantize, ULQWeightFakeQuantize
 from amct_fx.prepare import prepare_qat_amct
 from amct_fx.report.preparation import preparation_of
@@ -129,7 +129,8 @@ def load_checkpoint(
 
 
 def _is_converted(model: nn.Module) -> bool:
-    return any(isinstance(module, Quantize) for module in model.modules())
+    preparation = preparation_of(model)
+    return preparation is not None and preparation.converted
 
 
 def _islands(model: nn.Module) -> list[str]:

@@ -14,11 +14,18 @@ from torch.nn.parameter import is_lazy
 from amct_fx.errors import ConfigError, ModelError, ModelStateError, ModelTypeError, did_you_mean
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import QuantizedLayer
+from amct_fx.report.preparation import preparation_of
 
 if TYPE_CHECKING:
     from amct_fx.config import CompressionConfig
 
-__all__ = ["check_finite_weights", "check_float_model", "check_prepared_model", "check_supported"]
+__all__ = [
+    "check_choices",
+    "check_finite_weights",
+    "check_float_model",
+    "check_only_quantizes",
+    "check_prepared_model",
+]
 
 
 def check_float_model(model: object) -> None:
@@ -30,6 +37,10 @@ def check_float_model(model: object) -> None:
         parallelism.
     """
     module = _as_module(model)
+    preparation = preparation_of(module)
+    if preparation is not None and not preparation.converted:
+        message = "the model is already prepared; give prepare_qat_amct the float model"
+        raise ModelStateError(message)
     for name, part in module.named_modules():
         where = f"layer {name!r}" if name else "the model"
         if isinstance(part, (QATLayer, FakeQuantizeBase)):
@@ -55,9 +66,12 @@ def check_prepared_model(model: object) -> None:
     parts = list(module.modules())
     for part in parts:
         _refuse_wrapper(part, "the model", advice="convert the module inside")
+    preparation = preparation_of(module)
     if any(isinstance(part, QATLayer) for part in parts):
         return
-    done = any(isinstance(part, QuantizedLayer) for part in parts)
+    if preparation is not None and not preparation.converted:
+        return  # it only prunes
+    done = preparation is not None or any(isinstance(part, QuantizedLayer) for part in parts)
     message = (
         "the model is already converted"
         if done
@@ -82,8 +96,8 @@ def check_finite_weights(model: nn.Module, names: Iterable[str]) -> None:
                 raise ModelError(message)
 
 
-def check_supported(config: CompressionConfig) -> None:
-    """Refuse what the file asks for and this version cannot do; nothing is ignored silently.
+def check_only_quantizes(config: CompressionConfig) -> None:
+    """Refuse pruning where the result can only say how to quantize; nothing is ignored silently.
 
     Raises:
         ConfigError: The configuration asks for pruning.
@@ -91,7 +105,10 @@ def check_supported(config: CompressionConfig) -> None:
     blocks = [config.prune, *(level.prune for level in config.overrides)]
     for block in blocks:
         if block is not None:
-            message = "this version cannot prune yet; remove the prune_config blocks"
+            message = (
+                "a QConfigMapping cannot prune; give the configuration to prepare_qat_amct, or "
+                "remove its prune_config blocks"
+            )
             raise block.source.error(message)
 
 

@@ -1,6 +1,7 @@
 """The verb ``convert``: a trained model becomes an integer one.
 
-The recipe: copy, eval mode, freeze the scales, fold batch norms, replace layers and quantizers.
+The recipe: copy, eval mode, remove what is pruned, freeze the scales, fold batch norms, replace
+layers and quantizers.
 Source: design.md, "How convert works"; spec/quantization.md sections 4 and 5.
 """
 
@@ -29,6 +30,8 @@ from amct_fx.graph import (
 )
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import Quantize, QuantizedLayer
+from amct_fx.pruning import remove_pruned
+from amct_fx.report.preparation import record_conversion
 from amct_fx.unused import leave_unused_layers_float
 
 __all__ = ["convert_amct"]
@@ -67,6 +70,7 @@ def convert_amct(model: nn.Module) -> nn.Module:
     RangeMerger.detach(converted)
     leave_unused_layers_float(converted)
     _check_calibrated(converted)
+    remove_pruned(converted)
     with torch.no_grad():
         parts = list(regions(converted))
         foreign = [
@@ -77,6 +81,7 @@ def convert_amct(model: nn.Module) -> nn.Module:
             _convert_region(region, name, used)
         for name, layer in list(_remaining_layers(converted)):
             _convert_island_layer(layer, name)
+    record_conversion(converted)
     return converted.eval()  # the new quantizers too
 
 

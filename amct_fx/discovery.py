@@ -21,7 +21,7 @@ from amct_fx.graph import Capture, FixedMinRule, capture, lift_functional_layers
 if TYPE_CHECKING:
     from torch import nn
 
-    from amct_fx.config import LayerFacts, ModelFacts
+    from amct_fx.config import LayerFacts, ModelFacts, PruneMode
     from amct_fx.distributed import RangeMergeRule
 
 __all__ = ["Discovery", "PrepareOptions", "discovered"]
@@ -69,7 +69,12 @@ class Discovery:
 
 @contextmanager
 def discovered(
-    model: nn.Module, options: PrepareOptions, example_inputs: Any = None, *, strict: bool = False
+    model: nn.Module,
+    options: PrepareOptions,
+    example_inputs: Any = None,
+    *,
+    strict: bool = False,
+    prune_mode: PruneMode = "native",
 ) -> Iterator[Discovery]:
     """Look through ``model``; if the body raises, the model is as it was before.
 
@@ -79,6 +84,7 @@ def discovered(
         options: Decide what counts as a layer.
         example_inputs: A tensor, a tuple of arguments, a dict of them by name, or ``None``.
         strict: Refuse parts that cannot be traced.
+        prune_mode: Decides which layers can be pruned.
 
     Yields:
         What was found.
@@ -96,6 +102,12 @@ def discovered(
         for region in captured.regions if options.functional else ():
             for name in lift_functional_layers(region):
                 undo.callback(delattr, region.module, name)
-        facts = model_facts(model, captured, options.reused, functional=options.functional)
+        facts = model_facts(
+            model,
+            captured,
+            options.reused,
+            functional=options.functional,
+            prune_mode=prune_mode,
+        )
         yield Discovery(captured, without_unbatched(facts, unbatched), other_weights(model))
         undo.pop_all()

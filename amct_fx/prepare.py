@@ -1,7 +1,8 @@
 """The verb ``prepare``: a float model becomes a quantization-aware one.
 
-The recipe: copy, trace, resolve the configuration for the layers found, then swap layers and insert
-one input quantizer for each quantized tensor. Source: design.md, "How prepare works".
+The recipe: copy, trace, resolve the configuration for the layers found, then swap layers, insert
+one input quantizer for each quantized tensor, and mask what is pruned. Source: design.md, "How
+prepare works".
 """
 
 from __future__ import annotations
@@ -12,30 +13,32 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from torch.ao.quantization import QConfig, QConfigMapping
+from torch.ao.quantization import QConfigMapping
 
 from amct_fx.backend_config import Reuse, warn_of_reused_layers
-from amct_fx.checks import check_finite_weights, check_float_model, check_supported
-from amct_fx.config import CompressionConfig, ModelFacts, load_config, resolve
+from amct_fx.checks import check_finite_weights, check_float_model
+from amct_fx.config import CompressionConfig, load_config, resolve
 from amct_fx.copying import copy_model
 from amct_fx.discovery import PrepareOptions, discovered
 from amct_fx.distributed import RangeMerger, RangeMergeRule
-from amct_fx.errors import ModelError
 from amct_fx.insertion import check_tied_weights, insert_quantizers
 from amct_fx.nn.fused import disable_fused_paths
+from amct_fx.prune.options import PruneOptions
+from amct_fx.pruning import attach_pruning
 from amct_fx.qconfig import (
     calibration_forwards,
-    check_quantizers,
-    qconfig_for_layer,
     qconfig_mapping_from_resolution,
+    qconfigs_by_layer,
 )
 from amct_fx.report.preparation import Preparation, Recipe, record_preparation
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from typing_extensions import Unpack
 
     from amct_fx.graph import FixedMinRule
+    from amct_fx.prune.options import PruneKeywords
 
 __all__ = ["prepare_qat_amct"]
 
@@ -58,8 +61,11 @@ def prepare_qat_amct(
     range_merge: RangeMergeRule = "mean",
     dialect: str = "auto",
     name_map: Mapping[str, str] | None = None,
+    **pruning: Unpack[PruneKeywords],
 ) -> nn.Module:
-    """Return a copy of ``model`` that trains with quantization in the loop.
+    """Return a copy of ``model`` that trains with quantization and pruning in the loop.
+
+    The configuration switches each on: a file that only prunes quantizes nothing.
 
     Inputs and weights of the quantizable layers are fake-quantized; outputs stay float. Names stay:
     a float checkpoint loads by name with ``strict=False``. The first ``batch_num`` forwards find
@@ -89,13 +95,16 @@ def prepare_qat_amct(
         dialect: ``"mindspore"`` refuses what AMCT for MindSpore has no field for; ``"auto"`` reads
             both kinds of file.
         name_map: New names of layers, by the names in the configuration.
+        **pruning: The options of pruning, as :class:`amct_fx.prune.PruneOptions` explains them:
+            ``mode``, ``importance``, ``apply``, ``deconv_consumer``, ``norm_axis``, ``row_masks``,
+            ``count_eval``.
 
     Returns:
         The prepared model, in the mode of ``model``; ``isinstance`` of its class.
 
     Raises:
         ConfigError: The configuration is wrong or does not fit the model; names file and line.
-        ModelError: Nothing can be quantized, or a weight is not finite; names the layer.
+        ModelError: Nothing can be quantized or pruned, or a weight is not finite; names the layer.
         ModelStateError: The model is already prepared, or wrapped.
         ModelTypeError: ``model`` is no ``nn.Module``.
 
@@ -110,46 +119,34 @@ def prepare_qat_amct(
         torch.Size([2, 4, 4, 4])
     """
     check_float_model(model)
+    prune_options = PruneOptions.of(pruning)
     options = PrepareOptions(fixed_min_rule, linear_channel_wise, reused, functional, range_merge)
-    config = None
+    config, resolution, settings = None, None, {}
     if not isinstance(cfg, QConfigMapping):
         config = load_config(cfg, dialect=dialect, name_map=name_map)
-        check_supported(config)
     prepared = model if inplace else copy_model(model)
-    with discovered(prepared, options, example_inputs, strict=strict) as found:
+    mode = prune_options.mode
+    with discovered(prepared, options, example_inputs, strict=strict, prune_mode=mode) as found:
         if config is not None:
             resolution = resolve(
                 config, found.facts, linear_channel_wise=linear_channel_wise, dialect=dialect
             )
             cfg = qconfig_mapping_from_resolution(resolution, prepared)
+            settings = resolution.prune_settings
         assert isinstance(cfg, QConfigMapping)
-        qconfigs = _qconfigs_by_layer(prepared, found.facts, cfg)
-        check_finite_weights(prepared, qconfigs)
+        qconfigs = qconfigs_by_layer(prepared, found.facts, cfg, needed=not settings)
+        check_finite_weights(prepared, {**qconfigs, **settings})
         check_tied_weights(prepared, qconfigs)
 
     warn_of_reused_layers(found.facts)
     insert_quantizers(prepared, found.captured, qconfigs, fixed_min_rule)
+    attach_pruning(prepared, settings, prune_options)
     disable_fused_paths(prepared)
     RangeMerger(calibration_forwards(qconfigs.values()), range_merge).attach(prepared)
+    recipe = Recipe(config, asdict(options) | asdict(prune_options))
     preparation = Preparation.of(
-        found.facts, found.others, qconfigs, found.captured, Recipe(config, asdict(options))
+        found.facts, found.others, qconfigs, found.captured, recipe, resolution
     )
     record_preparation(prepared, preparation)
     logger.info("%s", preparation.headline)
     return prepared
-
-
-def _qconfigs_by_layer(
-    model: nn.Module, facts: ModelFacts, mapping: QConfigMapping
-) -> dict[str, QConfig]:
-    """Return the QConfig of every layer that will be quantized, in ``named_modules()`` order."""
-    found = {}
-    for layer in facts.layers:
-        qconfig = qconfig_for_layer(mapping, layer.name, model.get_submodule(layer.name))
-        if layer.reason is None and qconfig is not None:
-            check_quantizers(layer.name, qconfig)
-            found[layer.name] = qconfig
-    if not found:
-        message = "no layer of the model would be quantized: the QConfigMapping selects none"
-        raise ModelError(message)
-    return found

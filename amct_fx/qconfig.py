@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Any
 from torch.ao.quantization import QConfig, QConfigMapping
 
 from amct_fx.backend_config import Reuse, is_layer, model_facts
-from amct_fx.checks import check_float_model, check_supported
+from amct_fx.checks import check_float_model, check_only_quantizes
 from amct_fx.config import (
     ActivationConfig,
     CompressionConfig,
     LayerSpec,
+    ModelFacts,
     Resolution,
     WeightConfig,
     load_config,
     resolve,
 )
 from amct_fx.copying import copy_model
-from amct_fx.errors import ConfigError
+from amct_fx.errors import ConfigError, ModelError
 from amct_fx.graph import capture
 from amct_fx.nn.become import float_class_of
 from amct_fx.nn.geometry import constructor_arguments, weight_geometry
@@ -40,6 +41,7 @@ __all__ = [
     "get_qconfig_mapping",
     "qconfig_for_layer",
     "qconfig_mapping_from_resolution",
+    "qconfigs_by_layer",
 ]
 
 
@@ -78,7 +80,7 @@ def get_qconfig_mapping(
     """
     check_float_model(model)
     config = load_config(cfg, dialect=dialect, name_map=name_map)
-    check_supported(config)
+    check_only_quantizes(config)
     traced = copy_model(model)
     facts = model_facts(traced, capture(traced, is_layer), reused)
     resolution = resolve(config, facts, linear_channel_wise=linear_channel_wise, dialect=dialect)
@@ -89,8 +91,8 @@ def qconfig_mapping_from_resolution(resolution: Resolution, model: nn.Module) ->
     """List the QConfig of every eligible layer by name, ``None`` for those that stay float."""
     mapping = QConfigMapping().set_global(None)
     for name, spec in resolution.layers.items():
-        qconfig = _qconfig(spec, model.get_submodule(name), resolution)
-        mapping.set_module_name(name, qconfig if spec.quantize else None)
+        made = _qconfig(spec, model.get_submodule(name), resolution) if spec.quantize else None
+        mapping.set_module_name(name, made)
     return mapping
 
 
@@ -111,6 +113,33 @@ def qconfig_for_layer(mapping: QConfigMapping, name: str, module: nn.Module) -> 
             return _as_qconfig(qconfig)
     by_type = mapping.object_type_qconfigs
     return _as_qconfig(by_type.get(float_class_of(module), mapping.global_qconfig))
+
+
+def qconfigs_by_layer(
+    model: nn.Module, facts: ModelFacts, mapping: QConfigMapping, *, needed: bool = True
+) -> dict[str, QConfig]:
+    """Return the QConfig of every layer that will be quantized, in ``named_modules()`` order.
+
+    Args:
+        model: The float model.
+        facts: Its layers.
+        mapping: Any ``QConfigMapping``.
+        needed: Whether it is an error when no layer will be.
+
+    Raises:
+        ConfigError: A QConfig has quantizers that are not of this package.
+        ModelError: No layer is selected.
+    """
+    found = {}
+    for layer in facts.layers:
+        qconfig = qconfig_for_layer(mapping, layer.name, model.get_submodule(layer.name))
+        if layer.reason is None and qconfig is not None:
+            check_quantizers(layer.name, qconfig)
+            found[layer.name] = qconfig
+    if needed and not found:
+        message = "no layer of the model would be quantized: the QConfigMapping selects none"
+        raise ModelError(message)
+    return found
 
 
 def check_quantizers(name: str, qconfig: QConfig) -> None:

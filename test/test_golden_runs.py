@@ -93,7 +93,8 @@ def test_the_converted_model_has_the_recorded_scales(run):
         assert torch.allclose(layer.weight_scale.expand_as(expected), expected, rtol=1e-5)
     output = converted(run.x_fixed)
     spread = float(run.y_eval.max() - run.y_eval.min())
-    assert (output - run.y_eval).abs().max() <= 0.01 * spread  # what int32 biases may move
+    # int32 biases move values, and so a code here and there
+    assert (output - run.y_eval).abs().max() <= 0.015 * spread
 
 
 def output_step(run: Run) -> float:

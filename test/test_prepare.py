@@ -457,7 +457,9 @@ def test_quantizers_of_torch_are_refused_by_name():
 
 
 def test_a_mapping_swallows_no_pruning():
-    with pytest.raises(ValueError, match="cannot prune yet"):
+    with pytest.raises(
+        ValueError, match="cannot prune; give the configuration to prepare_qat_amct"
+    ):
         get_qconfig_mapping("prune_config { n_out_of_m_pruner { l1_selective_prune { } } }", Net())
 
 

@@ -23,7 +23,14 @@ from amct_fx.config.schema import (
     TypeOverride,
     WeightConfig,
 )
-from amct_fx.config.specs import LayerFacts, LayerSpec, ModelFacts, Origin, Resolution
+from amct_fx.config.specs import (
+    LayerFacts,
+    LayerSpec,
+    ModelFacts,
+    Origin,
+    PruneMode,
+    Resolution,
+)
 
 __all__ = [
     "ActivationConfig",
@@ -37,6 +44,7 @@ __all__ = [
     "ModelFacts",
     "Origin",
     "PruneConfig",
+    "PruneMode",
     "Resolution",
     "Source",
     "TypeOverride",

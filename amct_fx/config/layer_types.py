@@ -22,6 +22,7 @@ from amct_fx.config.schema import NOWHERE, Source
 from amct_fx.errors import did_you_mean
 
 __all__ = [
+    "PRUNABLE_BESIDES",
     "PRUNABLE_BY_FILTER",
     "PRUNABLE_BY_M4N2",
     "QUANTIZABLE_TYPES",
@@ -44,6 +45,8 @@ CONV_TYPES = frozenset(name for name in QUANTIZABLE_TYPES if name.startswith("Co
 RECURRENT_TYPES = frozenset({"LSTM", "GRU"})
 PRUNABLE_BY_FILTER = frozenset({"Conv2d", "Linear"})
 PRUNABLE_BY_M4N2 = frozenset({"Conv2d", "Linear", "ConvTranspose2d"})
+#: Beyond what AMCT prunes; by 2:4 only where an override asks for it.
+PRUNABLE_BESIDES = CONV_TYPES | {"ConvTranspose3d"}
 
 _SYNONYMS = {name: name for name in QUANTIZABLE_TYPES} | {
     "Conv1D": "Conv1d",

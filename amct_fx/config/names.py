@@ -114,6 +114,7 @@ class _Checker:
     ) -> None:
         self._config = config
         self._rules = rules
+        self._prune_mode = facts.prune_mode
         self._layers = {layer.name: layer for layer in facts.layers}
         self._modules = {**facts.modules, **{item.name: item.layer_type for item in facts.layers}}
         self._model_types = set(self._modules.values())
@@ -129,14 +130,14 @@ class _Checker:
             if override.name not in self._modules:
                 message = f"the model has no layer {override.name!r}{self._matches(override.name)}"
                 raise override.source.error(message)
-            reason = self._why_not(override.name)
-            if layer is None or reason is not None:
+            if reason := self._why_not_set(override, layer):
                 message = f"layer {override.name!r} cannot be set: {reason}"
                 raise override.source.error(message)
             if override.name in found:
                 message = f"layer {override.name!r}"
                 raise _twice(message, found[override.name], override)
-            if override.prune is not None and (why := layer.why_not_prunable(override.prune)):
+            why = self._why_not_pruned(override, layer)
+            if why is not None:
                 message = f"layer {override.name!r} cannot be pruned: {why}"
                 raise override.source.error(message)
             if not self._config.resolved:
@@ -240,7 +241,8 @@ class _Checker:
         """Raise when layers of the type cannot be pruned in this way."""
         if override.prune is None:
             return
-        if reason := LayerFacts("", layer_type.name).why_not_prunable(override.prune):
+        kind = LayerFacts("", layer_type.name, prune_mode=self._prune_mode)
+        if reason := kind.why_not_prunable(override.prune):
             message = f"type {override.type!r} cannot be pruned: {reason}"
             raise override.source.error(message)
 
@@ -254,6 +256,20 @@ class _Checker:
             layer.eligible and layer_type.matches(layer.layer_type, depthwise=layer.depthwise)
             for layer in self._layers.values()
         )
+
+    def _why_not_set(self, override: LayerOverride, layer: LayerFacts | None) -> str | None:
+        """Return why an override cannot be; one that only prunes may name a float layer."""
+        if layer is None:
+            return self._why_not(override.name)
+        only_prunes = override.activation is None and override.weight is None
+        if only_prunes and override.prune is not None and layer.prunable:
+            return None
+        return layer.reason
+
+    def _why_not_pruned(self, override: LayerOverride, layer: LayerFacts | None) -> str | None:
+        if override.prune is None or layer is None:
+            return None
+        return layer.why_not_prunable(override.prune)
 
     def _why_not(self, name: str) -> str | None:
         """Return why a module cannot be quantized; ``None``: it can."""

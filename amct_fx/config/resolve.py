@@ -62,7 +62,7 @@ def resolve(
         dialect = detect_dialect(config)
     prune = config.has_prune_message
     quantize = config.resolved or config.has_quant_message or not prune
-    eligible = [layer for layer in facts.layers if layer.eligible]
+    eligible = [layer for layer in facts.layers if layer.eligible or (prune and layer.prunable)]
     _check_model(facts, rules, quantize=quantize, prune=prune)
     lookup = look_up_names(config, facts, rules, quantize=quantize, prune=prune, dialect=dialect)
     resolver = _Resolver(config, lookup, quantize, prune, rules)
@@ -136,6 +136,8 @@ class _Resolver:
     ) -> str | None:
         """Return why a layer stays float; ``None``: it is quantized."""
         skip = self.lookup.quant_skip(layer)
+        if layer.reason is not None:
+            return layer.reason
         if not self.quantize:
             return "quantization is off: the configuration only prunes"
         if self.config.resolved:
@@ -160,10 +162,11 @@ class _Resolver:
         prune, origin = self._pick(overrides, "prune")
         if prune is None:
             return None, Origin(), None
-        if reason := layer.why_not_prunable(prune):
+        requested = origin.level in ("layer", "type")
+        if reason := layer.why_not_prunable(prune, requested=requested):
             return None, Origin(), reason
         if skip := self.lookup.prune_skip(layer):
-            if origin.level in ("layer", "type"):
+            if requested:
                 self.not_pruned.append(layer.name)
             return None, Origin(), skip
         return prune, origin, None

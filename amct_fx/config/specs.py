@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import EllipsisType
 from typing import Literal, TypeAlias
 
-from amct_fx.config.layer_types import PRUNABLE_BY_FILTER, PRUNABLE_BY_M4N2
+from amct_fx.config.layer_types import PRUNABLE_BESIDES, PRUNABLE_BY_FILTER, PRUNABLE_BY_M4N2
 from amct_fx.config.schema import (
     NOWHERE,
     ActivationConfig,
@@ -16,9 +17,11 @@ from amct_fx.config.schema import (
     WeightConfig,
 )
 
-__all__ = ["LayerFacts", "LayerSpec", "Level", "ModelFacts", "Origin", "Resolution"]
+__all__ = ["LayerFacts", "LayerSpec", "Level", "ModelFacts", "Origin", "PruneMode", "Resolution"]
 
 Level: TypeAlias = Literal["default", "global", "type", "layer"]
+PruneMode: TypeAlias = Literal["native", "amct"]
+"""Which layers can be pruned: all that are safe, or those of AMCT."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,11 @@ class LayerFacts:
         groups: Groups of a convolution.
         in_channels: Input channels or features.
         packing_sizes: Sizes of the axes along which INT4 codes are packed in pairs.
-        reason: Why it is not eligible; ``None``: it is.
+        reason: Why it is not quantized; ``None``: it can be.
         dilation: Dilation of a convolution.
+        prune_reason: Why it is not pruned; ``None``: it can be; left out: the same ``reason``.
+        uses: How often one forward uses its weight.
+        prune_mode: Decides which types can be pruned.
     """
 
     name: str
@@ -42,6 +48,9 @@ class LayerFacts:
     packing_sizes: tuple[int, ...] = ()
     reason: str | None = None
     dilation: tuple[int, ...] = ()
+    prune_reason: str | EllipsisType | None = ...
+    uses: int = 1
+    prune_mode: PruneMode = "amct"
 
     @property
     def eligible(self) -> bool:
@@ -55,11 +64,16 @@ class LayerFacts:
 
     @property
     def prunable(self) -> bool:
-        """Whether at least one kind of pruning can be applied."""
-        return self.eligible and self.layer_type in PRUNABLE_BY_M4N2 | PRUNABLE_BY_FILTER
+        """Whether at least one kind of pruning can be applied, where an override asks for it."""
+        types = PRUNABLE_BY_M4N2 | PRUNABLE_BY_FILTER | self._types_besides
+        return self._why_never_pruned is None and self.layer_type in types
 
-    def why_not_prunable(self, prune: PruneConfig) -> str | None:
+    def why_not_prunable(self, prune: PruneConfig, *, requested: bool = True) -> str | None:
         """Return why this kind of pruning cannot be applied; ``None``: it can.
+
+        Args:
+            prune: The kind.
+            requested: Whether an override asks for it; else a setting for all layers does.
 
         Example:
             >>> LayerFacts("dw", "Conv2d", groups=8, in_channels=8).why_not_prunable(
@@ -67,16 +81,37 @@ class LayerFacts:
             ... )
             'filter pruning needs a convolution with fewer groups than input channels'
         """
-        if self.reason is not None:
-            return self.reason
-        is_filter = isinstance(prune, FilterPruneConfig)
-        types = PRUNABLE_BY_FILTER if is_filter else PRUNABLE_BY_M4N2
+        if reason := self._why_never_pruned:
+            return reason
+        if isinstance(prune, FilterPruneConfig):
+            return self._why_no_filters()
+        types = PRUNABLE_BY_M4N2 | (self._types_besides if requested else frozenset())
         if self.layer_type not in types:
-            kind = "filter pruning" if is_filter else "2:4 pruning"
-            return f"{kind} is for {', '.join(sorted(types))}, not for {self.layer_type}"
-        if is_filter and self.layer_type == "Conv2d" and self.groups == self.in_channels:
+            return f"2:4 pruning is for {_list(types)}, not for {self.layer_type}"
+        return f"one forward uses its weight {self.uses} times" if self.uses > 1 else None
+
+    def _why_no_filters(self) -> str | None:
+        types = PRUNABLE_BY_FILTER | self._types_besides
+        if self.layer_type not in types:
+            return f"filter pruning is for {_list(types)}, not for {self.layer_type}"
+        if self.prune_mode == "native" and self.depthwise:
+            return "the channels of a depthwise convolution follow those of its input"
+        as_many_groups = self.layer_type == "Conv2d" and self.groups == self.in_channels
+        if self.prune_mode == "amct" and as_many_groups:
             return "filter pruning needs a convolution with fewer groups than input channels"
         return None
+
+    @property
+    def _why_never_pruned(self) -> str | None:
+        return self.reason if isinstance(self.prune_reason, EllipsisType) else self.prune_reason
+
+    @property
+    def _types_besides(self) -> frozenset[str]:
+        return PRUNABLE_BESIDES if self.prune_mode == "native" else frozenset()
+
+
+def _list(types: frozenset[str]) -> str:
+    return ", ".join(sorted(types))
 
 
 @dataclass(frozen=True)
@@ -86,10 +121,12 @@ class ModelFacts:
     Args:
         layers: All modules of quantizable types in ``named_modules()`` order.
         modules: Class name of every module, by name.
+        prune_mode: Decides which types can be pruned.
     """
 
     layers: tuple[LayerFacts, ...]
     modules: Mapping[str, str] = field(default_factory=dict)
+    prune_mode: PruneMode = "amct"
 
 
 @dataclass(frozen=True)
@@ -157,7 +194,8 @@ class Resolution:
         prune: Whether pruning is on.
         batch_num: Batches that the range search collects.
         fakequant_precision_mode: ``"FORCE_FP16_QUANT"`` or ``None``.
-        layers: One spec per eligible layer, in ``named_modules()`` order.
+        layers: One spec per layer that can be quantized, or pruned where pruning is on, in
+            ``named_modules()`` order.
     """
 
     quantize: bool
@@ -165,3 +203,9 @@ class Resolution:
     batch_num: int
     fakequant_precision_mode: str | None
     layers: Mapping[str, LayerSpec]
+
+    @property
+    def prune_settings(self) -> dict[str, PruneConfig]:
+        """How each layer is pruned, by name; layers that are not are absent."""
+        specs = self.layers.values()
+        return {spec.name: spec.prune for spec in specs if spec.prune is not None}

@@ -78,10 +78,13 @@ def drop_reparametrization(module: nn.Module) -> None:
 def changes_its_input(module: nn.Module) -> bool:
     """Say whether a forward pre-hook stands between a caller and the operator of a layer.
 
-    The hook of the old ``weight_norm`` only computes the weight.
+    The hooks of the old ``weight_norm`` and of 2:4 masks see to the weight only.
     """
     hooks = module._forward_pre_hooks.values()
-    return any(type(hook).__name__ != "WeightNorm" for hook in hooks)
+    return not all(
+        type(hook).__name__ == "WeightNorm" or getattr(hook, "only_weights", False)
+        for hook in hooks
+    )
 
 
 def has_hooks(module: nn.Module) -> bool:

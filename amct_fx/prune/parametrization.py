@@ -19,7 +19,7 @@ from amct_fx.nn.parametrized import parametrized_names, register
 from amct_fx.observers._base import in_recomputation
 from amct_fx.prune.functional import balanced_l2_keep, m4n2_mask
 
-__all__ = ["M4N2", "FilterNorm", "WeightMask", "filter_norm", "input_axis", "m4n2"]
+__all__ = ["M4N2", "FilterNorm", "WeightMask", "detach_hooks", "filter_norm", "input_axis", "m4n2"]
 
 
 class WeightMask(nn.Module):
@@ -279,6 +279,20 @@ def input_axis(module: nn.Module) -> int:
     """
     transposed = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
     return 0 if isinstance(module, transposed) else 1
+
+
+def detach_hooks(module: nn.Module) -> None:
+    """Remove the hooks that :func:`m4n2` put on a layer."""
+    for hooks in (
+        module._forward_pre_hooks,
+        module._load_state_dict_pre_hooks,
+        module._load_state_dict_post_hooks,
+    ):
+        for key, hook in list(hooks.items()):
+            function = getattr(hook, "hook", hook)  # PyTorch wraps hooks that take the module
+            owner = getattr(function, "__self__", function)
+            if isinstance(owner, (_Stepper, _Refresher)):
+                del hooks[key]
 
 
 class _Stepper:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from amct_fx.config import CompressionConfig, LayerFacts, ModelFacts
+    from amct_fx.config import CompressionConfig, LayerFacts, LayerSpec, ModelFacts, Resolution
     from amct_fx.graph import Capture, Island
 
-__all__ = ["LayerDecision", "Preparation", "Recipe", "preparation_of", "record_preparation"]
+__all__ = [
+    "LayerDecision",
+    "Preparation",
+    "Recipe",
+    "preparation_of",
+    "record_conversion",
+    "record_preparation",
+]
 
 _ATTRIBUTE = "_amct_preparation"
 
@@ -48,12 +55,14 @@ class Preparation:
         others: Modules of other types that own weight matrices, which stay float.
         islands: Parts with layers that could not be traced.
         recipe: What the call was asked for.
+        converted: Whether the model was converted since.
     """
 
     layers: tuple[LayerDecision, ...]
     others: tuple[LayerDecision, ...]
     islands: tuple[Island, ...]
     recipe: Recipe
+    converted: bool = False
 
     @classmethod
     def of(
@@ -63,17 +72,21 @@ class Preparation:
         quantized: Container[str],
         captured: Capture,
         recipe: Recipe,
+        resolution: Resolution | None = None,
     ) -> Preparation:
-        """Collect the decisions of one prepare call."""
+        """Collect the decisions of one prepare call; ``resolution`` knows more reasons."""
+        specs = {} if resolution is None else resolution.layers
+        rest = tuple(LayerDecision(item.name, item.layer_type, item.reason) for item in others)
+        elsewhere = {item.name for item in rest}
         layers = tuple(
             LayerDecision(
                 layer.name,
                 layer.layer_type,
-                None if layer.name in quantized else layer.reason or "the configuration skips it",
+                None if layer.name in quantized else _why_float(layer, specs.get(layer.name)),
             )
             for layer in facts.layers
+            if layer.name not in elsewhere
         )
-        rest = tuple(LayerDecision(item.name, item.layer_type, item.reason) for item in others)
         islands = tuple(island for island in captured.islands if island.holds_layers)
         return cls(layers, rest, islands, recipe)
 
@@ -85,9 +98,21 @@ class Preparation:
         return f"prepared {quantized} of {len(self.layers)} layers{parts}"
 
 
+def _why_float(layer: LayerFacts, spec: LayerSpec | None) -> str:
+    told = spec.reason if spec is not None else None
+    return layer.reason or told or "the configuration skips it"
+
+
 def record_preparation(model: nn.Module, preparation: Preparation) -> None:
     """Keep ``preparation`` with the model; copies and pickles carry it."""
     setattr(model, _ATTRIBUTE, preparation)
+
+
+def record_conversion(model: nn.Module) -> None:
+    """Note that ``model`` is converted now."""
+    preparation = preparation_of(model)
+    if preparation is not None:
+        record_preparation(model, replace(preparation, converted=True))
 
 
 def preparation_of(model: nn.Module) -> Preparation | None:

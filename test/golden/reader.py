@@ -31,6 +31,7 @@ _FILES = {
     "d_wts_ulq_func": "d_wts_ulq/wts_ulq_func",
     "e_m4n2": "e_m4n2/m4n2",
     "f_bcp_func": "f_bcp/bcp_func",
+    "f_selective": "f_bcp/selective",
 }
 
 RUNS = (
@@ -41,6 +42,7 @@ RUNS = (
     "residual_default",
     "depthwise_default",
     "mlp_default",
+    "compressed_m4n2_quant",
 )
 """Names of the recorded training runs."""
 
@@ -81,8 +83,8 @@ def load_cases(folder: str) -> tuple[Case, ...]:
     """Return all cases of a folder, also those where AMCT raised (``case["error"]``).
 
     Args:
-        folder: ``a_ulq_act``, ``b_ifmr``, ``c_arq``, ``d_wts_ulq``, ``d_wts_ulq_func``, ``e_m4n2``
-            or ``f_bcp_func``.
+        folder: ``a_ulq_act``, ``b_ifmr``, ``c_arq``, ``d_wts_ulq``, ``d_wts_ulq_func``, ``e_m4n2``,
+            ``f_bcp_func`` or ``f_selective``.
 
     Example:
         >>> len(load_cases("c_arq"))
