@@ -37,10 +37,6 @@ def check_float_model(model: object) -> None:
         parallelism.
     """
     module = _as_module(model)
-    preparation = preparation_of(module)
-    if preparation is not None and not preparation.converted:
-        message = "the model is already prepared; give prepare_qat_amct the float model"
-        raise ModelStateError(message)
     for name, part in module.named_modules():
         where = f"layer {name!r}" if name else "the model"
         if isinstance(part, (QATLayer, FakeQuantizeBase)):
@@ -53,6 +49,10 @@ def check_float_model(model: object) -> None:
         if any(is_lazy(parameter) for parameter in part._parameters.values()):
             message = f"{where} is lazy; run one forward pass before prepare_qat_amct"
             raise ModelStateError(message)
+    preparation = preparation_of(module)
+    if preparation is not None and not preparation.converted:
+        message = "the model is already prepared; give prepare_qat_amct the float model"
+        raise ModelStateError(message)
 
 
 def check_prepared_model(model: object) -> None:

@@ -372,7 +372,7 @@ def test_summaries_of_converted_models_name_scales_and_reasons():
     prepared = trained(Net(), example(), cfg='skip_layers: "head"')
     text = str(summarize(convert_amct(prepared)))
     assert "3 of 4 layers quantized" in text
-    assert "the configuration skips it" in text
+    assert "skip_layers has 'head' (line 1)" in text
     assert "of left" in text
 
 

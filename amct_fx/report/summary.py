@@ -201,7 +201,7 @@ def summarize(model: nn.Module) -> Summary:
         >>> print(summarize(prepare_qat_amct(model, 'skip_layers: "2"')))
         name  type    state  input                   weight                 reason
         0     Conv2d  qat    8 bits, not calibrated  ARQ, 8 bits, 8 scales
-        2     Conv2d  float                                            the configuration skips it
+        2     Conv2d  float                                            skip_layers has '2' (line 1)
         1 of 2 layers quantized
     """
     preparation = preparation_of(model)

@@ -85,7 +85,7 @@ def test_the_dictionary_is_json_and_says_why_a_layer_is_float() -> None:
     found = json.loads(json.dumps(summarize(trained(INT4)).to_dict(), allow_nan=False))
     head = found["layers"][-1]
     assert (head["layer"], head["state"], head["input_bits"]) == ("head", "float", None)
-    assert head["reason"] == "the configuration skips it"
+    assert head["reason"] == "skip_layers has 'head' (line 1)"
     assert {"layers", "others", "islands", "totals"} == set(found)
 
 
@@ -94,7 +94,7 @@ def test_markdown_has_one_line_for_each_layer_and_ends_with_the_totals() -> None
     lines = text.splitlines()
     assert sum(line.startswith("| ") for line in lines) == 2 + 4
     assert lines[-1] == "3 of 4 layers quantized"
-    assert "| the configuration skips it |" in text
+    assert "skip\\_layers has 'head'" in text
 
 
 def test_markdown_escapes_what_the_names_of_islands_could_mean() -> None:
