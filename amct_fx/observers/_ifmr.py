@@ -1,13 +1,14 @@
 """IFMR: find the start of an activation range by searching 61 candidates.
 
 The search runs once per quantizer, over the elements of all calibration batches. Batches are
-visited in chunks, so the peak memory beside the data is one buffer of 16 MB (64 MB on a GPU).
+visited in chunks, so the peak memory beside the data is a buffer of a few MB. Where only the winner
+is asked for, a histogram rules out most candidates first, see :mod:`._ifmr_bounds`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,14 +16,15 @@ from torch import Tensor
 
 from amct_fx.errors import CalibrationError
 from amct_fx.observers._checks import check_floating, check_num_bits
+from amct_fx.observers._ifmr_bounds import SAFE_RANGE, Candidates, survivors
 from amct_fx.observers._reduce import flatten_in_memory_order
 from amct_fx.observers._scale import EPS
 
 _PERCENTILE = 0.999999
 _CANDIDATES = 61
-_CPU_CHUNK = 1 << 16
-_DEVICE_CHUNK = 1 << 18
-_SAFE_RANGE = 1e15  # squares of larger errors could leave float32
+_CPU_CHUNK = 1 << 17  # elements of an error buffer, small enough for a cache
+_DEVICE_CHUNK = 1 << 24
+_ROW = 4096
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class IFMRResult:
         offset: Winning offset, int32 ``(1,)``; 0 in the symmetric search.
         index: Index of the winner.
         candidates: Scale of each candidate, float32 ``(61,)``.
-        losses: Mean squared error of each candidate, float64 ``(61,)``.
+        losses: Mean squared error of each candidate, float64 ``(61,)``; infinite where it was
+            ruled out without being computed, never so in :func:`ifmr_search`.
     """
 
     clip_max: Tensor
@@ -74,49 +77,59 @@ def _ratios() -> Tensor:
     return torch.cat([grouped.flatten(), 0.7 + steps[48:]]).to(torch.float32)
 
 
-def _kth_extremes(batches: Sequence[Tensor], k: int) -> tuple[Tensor, Tensor]:
-    """Return the k-th largest and the k-th smallest element of all batches, float32 0-d."""
-    tops: list[Tensor] = []
-    bottoms: list[Tensor] = []
-    for batch in batches:
-        keep = min(k, batch.numel())
-        tops.append(batch.topk(keep).values if k > 1 else batch.amax().reshape(1))
-        bottoms.append(batch.topk(keep, largest=False).values if k > 1 else batch.amin().reshape(1))
-    top = torch.cat(tops).to(torch.float32).topk(k).values[-1]
-    bottom = torch.cat(bottoms).to(torch.float32).topk(k, largest=False).values[-1]
-    return top, bottom
+def _extreme_elements(batch: Tensor, k: int, *, largest: bool) -> Tensor:
+    """Return the ``k`` largest (or smallest) elements of a vector, in order.
+
+    They lie in the k rows of :data:`_ROW` elements whose own extremes are largest, so only those
+    are sorted.
+    """
+    whole = batch.numel() // _ROW
+    if k == 1:
+        return (batch.amax() if largest else batch.amin()).reshape(1)
+    if whole > 2 * k:
+        rows = batch[: whole * _ROW].view(whole, _ROW)
+        heads = rows.amax(1) if largest else rows.amin(1)
+        chosen = rows[heads.topk(k, largest=largest).indices]
+        batch = torch.cat([chosen.flatten(), batch[whole * _ROW :]])
+    return batch.topk(min(k, batch.numel()), largest=largest).values
+
+
+def _extremes(batches: Sequence[Tensor], k: int, *, largest: bool) -> Tensor:
+    """Return the ``k`` largest (or smallest) elements of all batches in order, float32."""
+    found = [_extreme_elements(batch, k, largest=largest) for batch in batches]
+    return torch.cat(found).to(torch.float32).topk(k, largest=largest).values
 
 
 def _losses(
-    batches: Sequence[Tensor],
-    scales: Tensor,
-    lowest: Tensor,
-    highest: Tensor,
-    largest: float,
+    batches: Sequence[Tensor], candidates: Candidates, chosen: Iterable[int], largest: float
 ) -> Tensor:
-    """Return the mean squared error of every candidate, float64.
+    """Return the mean squared error of the chosen candidates, float64; infinity for the others.
 
     The errors are float32, their sums float64. When the data is so large that squares would
     overflow, they are scaled by a power of two, which changes no bit.
     """
-    device = scales.device
-    chunk = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
-    total = torch.zeros(len(scales), dtype=torch.float64, device=device)
-    buffer = torch.empty(len(scales), chunk, dtype=torch.float32, device=device)
-    s, low, high = scales[:, None], lowest[:, None], highest[:, None]
-    shrink = 2.0 ** -math.frexp(largest)[1] if largest > _SAFE_RANGE else 1.0
-    count = 0
-    for batch in batches:
-        count += batch.numel()
-        for part in batch.split(chunk):
-            values = part.to(torch.float32)
-            error = buffer[:, : len(values)]
-            torch.div(values, s, out=error)
-            error.round_().clamp_(low, high).mul_(s).sub_(values)
-            if shrink != 1.0:
-                error.mul_(shrink)
-            total += error.mul_(error).sum(1, dtype=torch.float64)
-    return total / (count * shrink * shrink)
+    scales = candidates.scales
+    size = _CPU_CHUNK if scales.device.type == "cpu" else _DEVICE_CHUNK
+    shrink = 2.0 ** -math.frexp(largest)[1] if largest > SAFE_RANGE else 1.0
+    index = torch.tensor(list(chosen), device=scales.device)
+    total = torch.zeros(len(index), dtype=torch.float64, device=scales.device)
+    for part in (part for batch in batches for part in batch.split(size)):
+        values = part.to(torch.float32)
+        group = max(1, size // len(values))
+        sums = [_squares(values, candidates.select(some), shrink) for some in index.split(group)]
+        total += torch.cat(sums)
+    losses = torch.full_like(scales, math.inf, dtype=torch.float64)
+    count = sum(batch.numel() for batch in batches)
+    losses[index] = total / (count * shrink * shrink)
+    return losses
+
+
+def _squares(values: Tensor, candidates: Candidates, shrink: float) -> Tensor:
+    """Return the sum of squared errors of each candidate, float64."""
+    error = candidates.errors(values)
+    if shrink != 1.0:
+        error.mul_(shrink)
+    return error.mul_(error).sum(1, dtype=torch.float64)
 
 
 def ifmr_search(
@@ -149,26 +162,38 @@ def ifmr_search(
         >>> print(found.index, f"{found.scale.item():.9g} {found.clip_max.item():.9g}")
         36 0.0166929122 2.11999989
     """
+    batches = _flat_batches(x, num_bits)
+    for batch in batches:
+        finite_extremes(batch)
+    with torch.no_grad():
+        return _search(batches, num_bits, symmetric, every_loss=True)
+
+
+def _flat_batches(x: Tensor | Sequence[Tensor], num_bits: int) -> list[Tensor]:
+    """Check the arguments of a search; return the non-empty batches as vectors."""
     check_num_bits(num_bits)
     tensors = [x] if isinstance(x, Tensor) else list(x)
     for tensor in tensors:
         check_floating(tensor, "calibration data")
-    with torch.no_grad():
-        batches = [flatten_in_memory_order(t.detach()) for t in tensors if t.numel()]
-        if not batches:
-            message = "no calibration data: every batch is empty"
-            raise CalibrationError(message)
-        for batch in batches:
-            finite_extremes(batch)
-        return _search(batches, num_bits, symmetric)
+    batches = [flatten_in_memory_order(t.detach()) for t in tensors if t.numel()]
+    if not batches:
+        message = "no calibration data: every batch is empty"
+        raise CalibrationError(message)
+    return batches
 
 
-def _search(batches: Sequence[Tensor], num_bits: int, symmetric: bool) -> IFMRResult:
-    """Run the search on flat, finite, non-empty batches."""
+def _search(
+    batches: Sequence[Tensor], num_bits: int, symmetric: bool, *, every_loss: bool
+) -> IFMRResult:
+    """Run the search on flat, finite, non-empty batches.
+
+    Without ``every_loss`` the losses of candidates that cannot win are infinite.
+    """
     half = 2 ** (num_bits - 1)
     count = sum(batch.numel() for batch in batches)
-    top, bottom = _kth_extremes(batches, count - int(_PERCENTILE * count))
-    top, bottom = top.clamp(min=0), bottom.clamp(max=0)
+    k = count - int(_PERCENTILE * count)
+    upper, lower = (_extremes(batches, k, largest=largest) for largest in (True, False))
+    top, bottom = upper[-1].clamp(min=0), lower[-1].clamp(max=0)
     ratios = _ratios().to(top.device)
     if symmetric:
         limits = ratios * torch.maximum(top, bottom.abs())
@@ -183,8 +208,12 @@ def _search(batches: Sequence[Tensor], num_bits: int, symmetric: bool) -> IFMRRe
         scales.masked_fill_(scales < EPS, 1.0)
         offsets = -(bottom / scales).round_() - half
         lowest, highest = -half - offsets, half - 1 - offsets
+    candidates = Candidates(scales, lowest, highest)
+    chosen: Iterable[int] = range(_CANDIDATES)
+    if not every_loss:
+        chosen = survivors(batches, candidates, upper, lower)
     largest = max(top.item(), -bottom.item())
-    losses = _losses(batches, scales, lowest, highest, largest)
+    losses = _losses(batches, candidates, chosen, largest)
     index = losses.tolist().index(min(losses.tolist()))
     scale, offset = scales[index].reshape(1), offsets[index].reshape(1)
     return IFMRResult(
@@ -222,7 +251,11 @@ def ifmr_range(
         >>> ifmr_range([torch.zeros(3), torch.zeros(2, 2)])
         (tensor([127.]), tensor([-128.]))
     """
-    found = ifmr_search(x, num_bits=num_bits, symmetric=symmetric)
+    batches = _flat_batches(x, num_bits)
+    for batch in batches:
+        finite_extremes(batch)
+    with torch.no_grad():
+        found = _search(batches, num_bits, symmetric, every_loss=False)
     return found.clip_max, found.clip_min
 
 
@@ -254,6 +287,8 @@ class BatchCollector:
             with torch.inference_mode(False), torch.no_grad():
                 self.batches.append(x.detach().clone())
             return None
-        found = ifmr_search([*self.batches, x], num_bits=self.num_bits, symmetric=self.symmetric)
+        batches = _flat_batches([*self.batches, x], self.num_bits)
+        with torch.no_grad():
+            found = _search(batches, self.num_bits, self.symmetric, every_loss=False)
         self.batches.clear()
         return found
