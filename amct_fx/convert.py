@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch.ao.quantization import FakeQuantizeBase
 
+from amct_fx.backends import Backend, lowering_for
 from amct_fx.checks import check_prepared_model
 from amct_fx.copying import copy_model
 from amct_fx.distributed import RangeMerger
@@ -37,7 +38,7 @@ from amct_fx.unused import leave_unused_layers_float
 __all__ = ["convert_amct"]
 
 
-def convert_amct(model: nn.Module) -> nn.Module:
+def convert_amct(model: nn.Module, *, backend: Backend = None) -> nn.Module:
     """Return the integer model of a prepared one.
 
     Weights become int8 codes, biases int32 codes, batch norms behind convolutions are folded,
@@ -48,11 +49,17 @@ def convert_amct(model: nn.Module) -> nn.Module:
     Args:
         model: A prepared model whose ranges were calibrated; its mode does not matter, and it is
             not changed.
+        backend: ``None`` for a model that runs and exports everywhere. ``"npu"`` or an
+            :class:`amct_fx.npu.NpuOptions` for one whose layers call the integer operators of
+            torch-npu where they can; :func:`amct_fx.npu.lowering_of` says which do, and why others
+            do not.
 
     Returns:
         The converted model, in eval mode.
 
     Raises:
+        ArgumentError: There is no such backend.
+        BackendError: torch-npu is not installed, or cannot be imported; says why.
         ConvertError: A quantizer was never calibrated, a value is not finite, or a bias does not
             fit into int32; names the layer.
         ModelStateError: The model is not prepared, already converted, or wrapped.
@@ -66,6 +73,7 @@ def convert_amct(model: nn.Module) -> nn.Module:
         torch.int8
     """
     check_prepared_model(model)
+    lower = lowering_for(backend)
     converted = copy_model(model).eval()
     RangeMerger.detach(converted)
     leave_unused_layers_float(converted)
@@ -82,7 +90,7 @@ def convert_amct(model: nn.Module) -> nn.Module:
         for name, layer in list(_remaining_layers(converted)):
             _convert_island_layer(layer, name)
     record_conversion(converted)
-    return converted.eval()  # the new quantizers too
+    return lower(converted.eval())  # the new quantizers too
 
 
 def _check_calibrated(model: nn.Module) -> None:

@@ -20,6 +20,7 @@ __all__ = [
     "AmctWarning",
     "ArgumentError",
     "ArgumentTypeError",
+    "BackendError",
     "CalibrationError",
     "CheckpointError",
     "CheckpointKeyError",
@@ -142,6 +143,10 @@ class RecordError(AmctError, ValueError):
 
 class RecordParseError(RecordError, RuntimeError):
     """A record file that is no protobuf text; names file, line and column."""
+
+
+class BackendError(AmctError, RuntimeError):
+    """A library that runs converted models is missing, or cannot be used here; says why."""
 
 
 class ConvertError(AmctError, RuntimeError):

@@ -106,12 +106,17 @@ def _apply(
 ) -> Tensor:
     """Run the operator in the dtype that autocast, if it is on, would choose."""
     kind = input.device.type
-    if torch.is_autocast_enabled(kind):
+    if _autocasts(kind):
         dtype = torch.get_autocast_dtype(kind)
         input, weight = input.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     result: Tensor = _Recomputing.apply(input, weight, bias, source, forward, backward)  # type: ignore[no-untyped-call]
     return result
+
+
+def _autocasts(kind: str) -> bool:
+    """Say whether autocast is on; there is none for some devices, such as meta."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 class _Recomputing(torch.autograd.Function):
@@ -131,7 +136,7 @@ class _Recomputing(torch.autograd.Function):
         ctx.save_for_backward(source.x, source.scale, source.offset, weight)
         ctx.num_bits, ctx.remade = source.num_bits, source.remade
         ctx.gradients = backward
-        if not torch.is_autocast_enabled(input.device.type):
+        if not _autocasts(input.device.type):
             return forward(input, weight, bias)
         with torch.autocast(input.device.type, enabled=False):
             return forward(input, weight, bias)
