@@ -95,9 +95,13 @@ def _weights(
         error.add(rows.flatten(1), clamped * scale)
         codes.add(unclamped)
         values.add(rows)
-        dead.update((~(clamped != 0).any(1)).nonzero().flatten().tolist())
-        reach = max(reach, float(scale.max()))
-    histogram = values.result(-half * reach, (half - 1) * reach)
+        alive = (clamped != 0).any(1)
+        dead.update((~alive).nonzero().flatten().tolist())
+        # The scale of a row of zeros is 1, which says nothing of the range.
+        used = scale.expand(len(rows), 1)[alive]
+        reach = max(reach, float(used.max()) if len(used) else 0.0)
+    clips = (-half * reach, (half - 1) * reach) if reach else (None, None)
+    histogram = values.result(*clips)
     return error, codes.result(), histogram, tuple(sorted(dead))
 
 

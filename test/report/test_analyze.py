@@ -450,6 +450,9 @@ def test_dead_channels_of_weights_and_inputs_are_listed() -> None:
     prepared(example(4))
     found = quiet(prepared, model, example(4))
     assert found.layer("b").dead_channels == (2, 5)
+    histogram = found.layer("b").weight_histogram
+    assert histogram is not None
+    assert histogram.clip_max == pytest.approx(prepared.b.weight.abs().max().item(), rel=0.02)
     assert found.layer("c").dead_inputs == (3,)
     assert found.layer("a").dead_inputs == ()
 
