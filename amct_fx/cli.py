@@ -1,33 +1,32 @@
 """The command ``amct-fx``.
 
-Errors that amct_fx raises on purpose end a command with their message and exit code 1; with
-``amct-fx --traceback ...`` the traceback is shown too. Wrong usage ends with exit code 2.
+Errors that amct_fx raises on purpose, and those of the user's own code, end a command with their
+message and exit code 1; with ``amct-fx --traceback ...`` the traceback is shown too. Wrong usage
+ends with exit code 2, and a file that ``verify`` finds to differ with 3.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import amct_fx
 from amct_fx.config.files import write_text
 from amct_fx.errors import AmctError
+from amct_fx.report.progress import progress_bars
 
 try:
     import typer
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
     from rich.table import Table
     from typer.core import TyperGroup
 
-    from amct_fx import cli_config
+    from amct_fx import cli_config, cli_deploy, cli_report
+    from amct_fx.cli_deploy import quiet_exporter
+    from amct_fx.cli_tools import example
 except ModuleNotFoundError as missing:
     # Only the script imports this module, so ending it here is its whole error message.
     _hint = f"amct-fx needs {missing.name}: python -m pip install 'amct-fx[cli]'"
@@ -56,12 +55,14 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(
     cls=_Commands,
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Quantization-aware training for PyTorch, driven by AMCT .cfg files.",
+    help="Compression of PyTorch models for Ascend NPUs, driven by AMCT .cfg files.",
+    epilog=example("amct-fx summary my.models:make --cfg quant.cfg"),
 )
 app.add_typer(cli_config.app, name="config")
+cli_report.add_commands(app)
+cli_deploy.add_commands(app)
 
 
 def main() -> None:
@@ -105,7 +106,7 @@ def _writable_file(path: Path | None) -> Path | None:
         raise typer.BadParameter(message) from error
 
 
-@app.command()
+@app.command(epilog=example("amct-fx demo --epochs 5 --json figures.json"))
 def demo(
     json_file: Annotated[
         Path | None,
@@ -130,41 +131,11 @@ def demo(
     except ModuleNotFoundError as missing:
         message = f"the demo needs {missing.name}: python -m pip install 'amct-fx[demo]'"
         raise AmctError(message) from missing
-    with _quiet_exporter(), _progress_bars() as report:
+    with quiet_exporter(), progress_bars() as report:
         result = run_demo(seed=seed, epochs=epochs, report=report)
     Console().print(_demo_table(result))
     if json_file is not None:
         write_text(json_file, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
-
-
-@contextmanager
-def _quiet_exporter() -> Iterator[None]:
-    """Keep the exporter's notes to its own developers off the terminal; errors still show."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=FutureWarning, message=".*LeafSpec.*")
-            yield
-    finally:
-        logger.setLevel(level)
-
-
-@contextmanager
-def _progress_bars() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield ``report(stage, done, total)``, which draws one bar per stage on a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-
-        def report(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = progress.add_task(stage, total=total)
-            progress.update(tasks[stage], completed=done)
-
-        yield report
 
 
 def _demo_table(result: DemoResult) -> Table:

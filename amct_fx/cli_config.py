@@ -6,30 +6,26 @@ is added to it, with a caret under the column.
 
 from __future__ import annotations
 
-import importlib
-import json
-import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import Enum
-from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from torch import nn
 
 from amct_fx.backend_config import is_layer, model_facts
 from amct_fx.checks import check_float_model
+from amct_fx.cli_tools import AsJson, example, explained, make_model, print_json
 from amct_fx.config import CompressionConfig, ModelFacts, Resolution, load_config, resolve
 from amct_fx.config.distill import DistillConfig, load_distill_config, resolve_distill
 from amct_fx.config.rewrite import rewrite_config
-from amct_fx.config.show import format_rows, point_at, rows
+from amct_fx.config.show import format_rows, rows
 from amct_fx.distill import distill_facts, find_groups
-from amct_fx.errors import AmctError, AmctWarning, ConfigError
+from amct_fx.errors import AmctError
 from amct_fx.graph import capture
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["app"]
 
@@ -68,10 +64,9 @@ ChannelWise = Annotated[
     bool,
     typer.Option("--linear-channel-wise", help="Allow a scale per output of a Linear, by name."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@app.command()
+@app.command(epilog=example("amct-fx config check quant.cfg --model my.models:make"))
 def check(
     file: File,
     model: ModelName = None,
@@ -83,10 +78,10 @@ def check(
 ) -> None:
     """Say whether a file is right, and with --model whether it fits the model."""
     options = _Options(dialect, _name_map(rename), distill, linear_channel_wise)
-    network = None if model is None else _make_model(model)
+    network = None if model is None else make_model(model)
     report: dict[str, Any] = {"file": str(file), "ok": False, "error": None, "warnings": []}
     try:
-        with _explained(report["warnings"]):
+        with explained(report["warnings"]):
             config = options.load(file)
             headline = "" if network is None else f": {options.plan(config, network).headline}"
         report["ok"] = True
@@ -97,12 +92,12 @@ def check(
         raise
     finally:
         if as_json:
-            _print_json(report)
+            print_json(report)
     if not as_json:
         typer.echo(f"{file}: OK{headline}")
 
 
-@app.command()
+@app.command(epilog=example("amct-fx config show quant.cfg --model my.models:make"))
 def show(
     file: File,
     model: NeededModelName,
@@ -114,19 +109,19 @@ def show(
 ) -> None:
     """Print what a file does to each layer of a model, which line says so, and why not."""
     options = _Options(dialect, _name_map(rename), distill, linear_channel_wise)
-    network = _make_model(model)
-    with _explained():
+    network = make_model(model)
+    with explained():
         plan = options.plan(options.load(file), network)
     table = rows(plan.resolution, plan.facts)
     if as_json:
         groups = {} if plan.groups is None else {"groups": plan.groups}
-        _print_json({"layers": [asdict(row) for row in table], **groups})
+        print_json({"layers": [asdict(row) for row in table], **groups})
         return
     lines = [format_rows(table), *(f"group: {', '.join(group)}" for group in plan.groups or ())]
     typer.echo("\n".join([*lines, plan.headline]))
 
 
-@app.command()
+@app.command(epilog=example("amct-fx config convert quant.cfg quant.json --model my.models:make"))
 def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A .cfg or JSON file.")],
     target: Annotated[
@@ -138,8 +133,8 @@ def convert(
 ) -> None:
     """Write a file as one of another kind; from .cfg to JSON it takes --model."""
     name_map = _name_map(rename)
-    network = None if model is None else _make_model(model)
-    with _explained():
+    network = None if model is None else make_model(model)
+    with explained():
         config = load_config(source, dialect=dialect.value, name_map=name_map)
         to_json = target.suffix.lower() == ".json"
         if to_json and network is None and not config.resolved:
@@ -214,68 +209,3 @@ def _name_map(renames: list[str] | None) -> dict[str, str] | None:
             message = f"write OLD=NEW, not {old + equals + new!r}"
             raise typer.BadParameter(message, param_hint="--rename")
     return {old: new for old, _, new in pairs} or None
-
-
-def _make_model(name: str) -> nn.Module:
-    """Return the model that ``pkg.mod:factory`` makes; the current folder can be imported from."""
-    folder = str(Path.cwd())
-    sys.path.insert(0, folder)
-    try:
-        factory = _find(name)
-        model = factory if isinstance(factory, nn.Module) else factory()
-    except typer.BadParameter:
-        raise
-    except Exception as error:  # whatever the user's code raises
-        message = f"{name} failed: {type(error).__name__}: {error}"
-        raise AmctError(message) from error
-    finally:
-        if folder in sys.path:
-            sys.path.remove(folder)
-    if not isinstance(model, nn.Module):
-        message = f"{name!r} makes a {type(model).__name__}, not a torch.nn.Module"
-        raise typer.BadParameter(message, param_hint="--model")
-    return model
-
-
-def _find(name: str) -> Any:
-    """Return what ``pkg.mod:name.of.attribute`` names."""
-    module, _, path = name.partition(":")
-    try:
-        found: Any = reduce(getattr, path.split("."), importlib.import_module(module))
-    except (ModuleNotFoundError, AttributeError, ValueError, TypeError) as error:
-        message = f"{name!r} names nothing that can be imported as PKG.MOD:FACTORY: {error}"
-        raise typer.BadParameter(message, param_hint="--model") from error
-    if not callable(found):  # a module is callable, too
-        message = f"{name!r} is a {type(found).__name__}, which makes no model"
-        raise typer.BadParameter(message, param_hint="--model")
-    return found
-
-
-@contextmanager
-def _explained(messages: list[str] | None = None) -> Iterator[None]:
-    """Print warnings as messages; give an error the line of the file and a caret.
-
-    Args:
-        messages: Gets the warnings, too.
-    """
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", AmctWarning)
-        try:
-            yield
-        except ConfigError as error:
-            _add_notes(error, point_at(error).split("\n")[1:])
-            raise
-        finally:
-            for item in caught:
-                typer.echo(f"warning: {item.message}", err=True)
-                if messages is not None:
-                    messages.append(str(item.message))
-
-
-def _add_notes(error: Exception, notes: list[str]) -> None:
-    """Add lines below a message, also where Python has no ``add_note``."""
-    vars(error)["__notes__"] = [*getattr(error, "__notes__", []), *notes]
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    typer.echo(json.dumps(value, indent=2))

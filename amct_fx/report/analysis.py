@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from amct_fx.report.graph_view import GraphView
     from amct_fx.report.measures import CodeUse, Histogram, TensorError
-    from amct_fx.report.recorder import TrainingRecorder
+    from amct_fx.report.recorder import History, TrainingRecorder
     from amct_fx.report.summary import Summary
 
 __all__ = ["Analysis", "LayerAnalysis", "Sensitivity", "Suggestion"]
@@ -233,7 +233,7 @@ class Analysis:
         self,
         path: str | os.PathLike[str],
         *,
-        recorder: TrainingRecorder | None = None,
+        recorder: TrainingRecorder | History | None = None,
         prune_plan: Any = None,
         title: str = "amct_fx report",
     ) -> None:
@@ -246,7 +246,7 @@ class Analysis:
         self,
         folder: str | os.PathLike[str],
         *,
-        recorder: TrainingRecorder | None = None,
+        recorder: TrainingRecorder | History | None = None,
         prune_plan: Any = None,
     ) -> list[str]:
         """Write the pictures of the page as PNG files, see :func:`amct_fx.report.save_png`."""

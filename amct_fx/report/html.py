@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from amct_fx.config.files import write_text
 from amct_fx.report.prune_picture import prune_picture
+from amct_fx.report.recorder import history_of
 from amct_fx.report.summary import Summary
 from amct_fx.report.table import plain_data
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from amct_fx.report.analysis import Analysis, LayerAnalysis
     from amct_fx.report.measures import CodeUse
-    from amct_fx.report.recorder import TrainingRecorder
+    from amct_fx.report.recorder import History, TrainingRecorder
 
 __all__ = ["page_data", "save_html"]
 
@@ -33,7 +34,7 @@ def save_html(
     path: str | os.PathLike[str],
     report: Analysis | Summary,
     *,
-    recorder: TrainingRecorder | None = None,
+    recorder: TrainingRecorder | History | None = None,
     prune_plan: Any = None,
     title: str = "amct_fx report",
 ) -> None:
@@ -43,7 +44,7 @@ def save_html(
         path: The file.
         report: What :func:`amct_fx.analyze` returned, or :func:`amct_fx.summarize` for a page
             without measurements.
-        recorder: History of the training to show.
+        recorder: Recorder or history of the training to show.
         prune_plan: What ``amct_fx.prune_plan`` returned.
         title: Title of the page.
 
@@ -64,7 +65,7 @@ def save_html(
 def render(
     report: Analysis | Summary,
     *,
-    recorder: TrainingRecorder | None = None,
+    recorder: TrainingRecorder | History | None = None,
     prune_plan: Any = None,
     title: str = "amct_fx report",
 ) -> str:
@@ -93,7 +94,7 @@ def render(
 def page_data(
     report: Analysis | Summary,
     *,
-    recorder: TrainingRecorder | None = None,
+    recorder: TrainingRecorder | History | None = None,
     prune_plan: Any = None,
 ) -> dict[str, Any]:
     """Return what the page draws, as plain data; arguments as for :func:`save_html`."""
@@ -110,7 +111,7 @@ def page_data(
         "layers": layers,
         "islands": [str(island) for island in summary.islands],
         "totals": summary.totals,
-        "history": None if recorder is None else recorder.to_dict(),
+        "history": None if recorder is None else asdict(history_of(recorder)),
         "prune_plan": None if prune_plan is None else prune_picture(prune_plan),
         **_findings(report),
     }

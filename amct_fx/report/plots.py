@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from amct_fx.config.files import replacing
 from amct_fx.report.prune_picture import prune_picture
+from amct_fx.report.recorder import history_of
 from amct_fx.report.table import optional
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def save_png(
     folder: str | os.PathLike[str],
     analysis: Analysis,
     *,
-    recorder: TrainingRecorder | None = None,
+    recorder: TrainingRecorder | History | None = None,
     prune_plan: Any = None,
 ) -> list[str]:
     """Write the pictures of the page as PNG files: ``sqnr``, ``sensitivity``, ``histograms_1`` ….
@@ -57,7 +58,7 @@ def save_png(
         part = analysis.layers[start : start + _PER_PICTURE]
         pictures[f"histograms_{start // _PER_PICTURE + 1}"] = functools.partial(_histograms, part)
     if recorder is not None:
-        history = recorder.history()
+        history = history_of(recorder)
         pictures["clips"] = lambda: _clips(history)
         if history.scalars:
             pictures["loss"] = lambda: _scalars(history)

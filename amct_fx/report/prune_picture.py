@@ -20,8 +20,22 @@ def prune_picture(plan: Any) -> dict[str, Any]:
             {key: str(_of(item, key, "") or "") for key in ("name", "code", "text")}
             for item in _of(plan, "pinned", ())
         ],
-        "totals": str(_of(plan, "totals", "") or ""),
+        "totals": _totals(plan),
     }
+
+
+def _totals(plan: Any) -> str:
+    """Return the parameters and multiply-accumulates before and after."""
+    names = ("parameters", "MACs")
+    values = [
+        (_of(plan, key.lower(), None), _of(plan, f"{key.lower()}_after", None)) for key in names
+    ]
+    texts = [
+        f"{key} {before:,} → {after:,}"
+        for key, (before, after) in zip(names, values, strict=True)
+        if before is not None and after is not None
+    ]
+    return ", ".join(texts) or str(_of(plan, "totals", "") or "")
 
 
 def _group(group: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["History", "ScalarWriter", "TrainingRecorder"]
+__all__ = ["History", "ScalarWriter", "TrainingRecorder", "history_of"]
 
 
 class ScalarWriter(Protocol):
@@ -235,6 +235,11 @@ class TrainingRecorder:
             name: [pair for pair in pairs if pair[0] % self.every == 0] or pairs[-1:]
             for name, pairs in self._scalars.items()
         }
+
+
+def history_of(recorder: TrainingRecorder | History) -> History:
+    """Return the history that a recorder holds, or the history that was given."""
+    return recorder if isinstance(recorder, History) else recorder.history()
 
 
 def _detached(value: Tensor | float) -> Tensor | float:

@@ -1,0 +1,175 @@
+"""The commands that write and check files for devices: ``export``, ``verify``."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import nn
+
+from amct_fx.cli_tools import (
+    AsJson,
+    Cfg,
+    FloatFactory,
+    Source,
+    example,
+    explained,
+    load_source,
+    make_inputs,
+    make_object,
+    print_json,
+    user_code,
+)
+from amct_fx.onnx import export_onnx, verify_onnx
+from amct_fx.onnx.arguments import FORMATS
+from amct_fx.report.batches import Batches
+from amct_fx.report.table import plain_data
+
+__all__ = ["add_commands", "quiet_exporter"]
+
+_DIFFERS = 3
+"""Exit code of ``verify`` when the file computes something else than the model."""
+
+Format = Enum("Format", {name: name for name in FORMATS}, type=str)  # type: ignore[misc]
+
+
+class Exporter(str, Enum):
+    """PyTorch's exporters; see :func:`amct_fx.export_onnx`."""
+
+    AUTO = "auto"
+    DYNAMO = "dynamo"
+    TORCHSCRIPT = "torchscript"
+
+
+Inputs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input",
+        metavar="SHAPE",
+        help="Random input of this shape, such as 1x3x224x224; may be repeated.",
+    ),
+]
+InputData = Annotated[
+    str | None,
+    typer.Option("--data", metavar="PKG.MOD:NAME", help="Take the inputs of the first batch."),
+]
+Opset = Annotated[int | None, typer.Option("--opset", help="Version of ONNX's operators.")]
+DynamicBatch = Annotated[
+    bool, typer.Option("--dynamic-batch", help="Let the batch size of the file vary.")
+]
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add the commands to ``amct-fx``."""
+    app.command(
+        epilog=example(
+            "amct-fx export qat.pt model.onnx --model my.models:make --input 1x3x224x224",
+        )
+    )(export)
+    app.command(
+        epilog=example(
+            "amct-fx verify model.onnx qat.pt --model my.models:make --data my.data:validation",
+        )
+    )(verify)
+
+
+def export(
+    source: Source,
+    output: Annotated[Path, typer.Argument(metavar="FILE", help="The ONNX file to write.")],
+    model: FloatFactory = None,
+    cfg: Cfg = None,
+    inputs: Inputs = None,
+    data: InputData = None,
+    format: Annotated[
+        Format, typer.Option("--format", help="What the file is for; see the documentation.")
+    ] = Format.qdq,  # type: ignore[attr-defined]
+    opset: Opset = None,
+    dynamic_batch: DynamicBatch = False,
+    exporter: Annotated[
+        Exporter, typer.Option("--exporter", help="PyTorch's exporter.")
+    ] = Exporter.AUTO,
+    as_json: AsJson = False,
+) -> None:
+    """Write a trained model as an ONNX file: for onnxruntime, for Ascend's ATC, or simulated."""
+    network = load_source(source, model, cfg)
+    arguments = _arguments(network, inputs, data)
+    with quiet_exporter(), explained(), user_code(source):
+        export_onnx(
+            network,
+            arguments,
+            output,
+            format=format.value,
+            opset=opset,
+            dynamic_batch=dynamic_batch,
+            exporter=exporter.value,
+        )
+    size = output.stat().st_size
+    if as_json:
+        print_json({"file": str(output), "format": format.value, "bytes": size})
+    else:
+        typer.echo(f"wrote {output}: {format.value}, {size:,} bytes")
+
+
+def verify(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The ONNX file.")],
+    source: Source,
+    model: FloatFactory = None,
+    cfg: Cfg = None,
+    inputs: Inputs = None,
+    data: InputData = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare a file with the model that it was made of, layer by layer.
+
+    Ends with exit code 3 if some layer of the file computes something else.
+    """
+    network = load_source(source, model, cfg)
+    arguments = _arguments(network, inputs, data)
+    with quiet_exporter(), explained(), user_code(source):
+        found = verify_onnx(file, network, arguments)
+    if as_json:
+        rows = [asdict(row) for row in found.rows]
+        figures = {"passed": found.passed, "first_diverging": found.first_diverging}
+        output = found.output_sqnr if math.isfinite(found.output_sqnr) else None
+        print_json(plain_data({"file": str(file), **figures, "output_sqnr": output, "rows": rows}))
+    else:
+        typer.echo(str(found))
+    if not found.passed:
+        raise typer.Exit(_DIFFERS)
+
+
+def _arguments(network: nn.Module, inputs: list[str] | None, data: str | None) -> tuple[Any, ...]:
+    """Return the example inputs that the options describe."""
+    if (inputs is None) == (data is None):
+        message = "say what the model takes, by --input SHAPE or by --data PKG.MOD:NAME"
+        raise typer.BadParameter(message, param_hint="--input")
+    device = next((p.device for p in network.parameters()), torch.device("cpu"))
+    if data is None:
+        return make_inputs(inputs, device)
+    batch = next(iter(Batches(make_object(data, "--data"), 1)))
+    first = batch[0] if isinstance(batch, (tuple, list)) else batch
+    return tuple(first) if isinstance(first, (tuple, list)) else (first,)
+
+
+@contextmanager
+def quiet_exporter() -> Iterator[None]:
+    """Keep the exporter's notes to its own developers off the terminal; errors still show."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            for category in (FutureWarning, DeprecationWarning):
+                warnings.simplefilter("ignore", category)
+            yield
+    finally:
+        logger.setLevel(level)
