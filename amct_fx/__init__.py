@@ -33,11 +33,13 @@ from amct_fx.errors import (
     ModelError,
     ModelStateError,
     ModelTypeError,
+    PruneError,
     RecordError,
     RecordParseError,
 )
 from amct_fx.onnx import export_onnx, verify_onnx
 from amct_fx.prepare import prepare_qat_amct
+from amct_fx.prune import prune_plan
 from amct_fx.qconfig import get_qconfig_mapping
 from amct_fx.report import analyze, summarize
 
@@ -65,6 +67,7 @@ __all__ = [
     "ModelError",
     "ModelStateError",
     "ModelTypeError",
+    "PruneError",
     "RecordError",
     "RecordParseError",
     "analyze",
@@ -75,6 +78,7 @@ __all__ = [
     "load_config",
     "param_groups",
     "prepare_qat_amct",
+    "prune_plan",
     "save_checkpoint",
     "summarize",
     "verify_onnx",

@@ -35,6 +35,7 @@ __all__ = [
     "ModelError",
     "ModelStateError",
     "ModelTypeError",
+    "PruneError",
     "RecordError",
     "RecordParseError",
     "did_you_mean",
@@ -101,6 +102,10 @@ class ArgumentTypeError(AmctError, TypeError):
 
 class ModelError(AmctError, ValueError):
     """The model cannot be compressed as asked: nothing to quantize, non-finite weights."""
+
+
+class PruneError(ModelError, RuntimeError):
+    """A prune plan that does not fit the model, or a choice of channels that cannot be cut."""
 
 
 class ModelTypeError(AmctError, TypeError):

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten
 from amct_fx.errors import ModelError
 from amct_fx.graph.facts import layer_calls
 from amct_fx.graph.recording import Recording, record_calls
+from amct_fx.graph.region import GraphForward, call_form_of, fx_graph_of
 from amct_fx.graph.signature import CallForm, as_call
 from amct_fx.graph.tracer import IslandTracer, Refusal, refuse_signature
 
@@ -203,7 +204,7 @@ class _Walk:
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             self.visit_children(module, name)
             return
-        if isinstance(module, fx.GraphModule):
+        if isinstance(module, (fx.GraphModule, GraphForward)):
             self._adopt_graph(module, name)
             return
         tracer, form, refusal = self._trace(module)
@@ -240,9 +241,10 @@ class _Walk:
                 self._seen.add(module)
                 self.found.island_leaves.append(region.full_name(path))
 
-    def _adopt_graph(self, module: fx.GraphModule, name: str) -> None:
-        """Take the graph of an ``fx.GraphModule`` as it is; what it calls whole is an island."""
-        region = Region(name, module, copy.deepcopy(module.graph))
+    def _adopt_graph(self, module: fx.GraphModule | GraphForward, name: str) -> None:
+        """Take a graph that a module runs as it is; what it calls whole is an island."""
+        graph = module.graph if isinstance(module, fx.GraphModule) else fx_graph_of(module)
+        region = Region(name, module, copy.deepcopy(graph), call_form_of(module))
         self.found.regions.append(region)
         for node in region.graph.nodes:
             node.type = None

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from amct_fx.errors import ModelStateError
+
 __all__ = [
     "CallForm",
     "as_call",
@@ -142,6 +144,7 @@ class CallForm:
         kwargs: The keyword arguments.
         undecided: Names of the inner parts that the traced code called with constants: calls of
             another form may reach them in another way.
+        exclusive: Calls of another form are refused: the layers were changed for this one.
 
     Example:
         >>> class Masked(nn.Module):
@@ -159,6 +162,7 @@ class CallForm:
     args: _Sequence
     kwargs: _Dict
     undecided: frozenset[str] = frozenset()
+    exclusive: bool = False
 
     @property
     def has_none(self) -> bool:
@@ -247,6 +251,12 @@ def guarded_forward(
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         leaves = form.leaves(args, kwargs)
+        if leaves is None and form.exclusive:
+            message = (
+                f"{original.__name__} was pruned for calls as {form}; it cannot be called in "
+                "another form"
+            )
+            raise ModelStateError(message)
         if leaves is None:
             return original.forward(self, *args, **kwargs)
         return run(self, *leaves)

@@ -1,0 +1,157 @@
+"""Shapes of every value in a traced model, found without computing it.
+
+The graph runs once on fake tensors, which have a shape but no data. Where that is not possible (an
+island that decides by values), it runs once on the real example. Source: spec/pruning.md section 3.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from amct_fx.errors import InputDataError
+from amct_fx.graph.signature import as_call
+
+if TYPE_CHECKING:
+    from amct_fx.graph.capture import Region
+
+__all__ = ["Shape", "ShapeFacts", "TensorFact", "propagate_shapes"]
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorFact:
+    """What is known of a tensor: its shape."""
+
+    shape: Shape
+
+
+ShapeFacts: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""By name of the region, then of the node: a :class:`TensorFact`, a number, or tuples of them.
+
+Regions and nodes that the example did not reach are absent.
+"""
+
+
+def propagate_shapes(
+    model: nn.Module, regions: Iterable[Region], example_inputs: Any
+) -> dict[str, dict[str, Any]]:
+    """Return the shape of every value of the traced parts, for one example.
+
+    Args:
+        model: The model that the regions belong to; it is the same afterwards.
+        regions: Its traced parts.
+        example_inputs: A tensor, a tuple of arguments, or a dict of them by name.
+
+    Raises:
+        InputDataError: If the model cannot run on them.
+
+    Example:
+        >>> from amct_fx.graph import capture
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+        >>> found = capture(model, lambda module: isinstance(module, nn.Conv2d))
+        >>> propagate_shapes(model, found.regions, torch.ones(2, 3, 8, 8))[""]["_0"]
+        TensorFact(shape=(2, 8, 6, 6))
+    """
+    listed, call = list(regions), as_call(example_inputs)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, call)
+            return _run(model, listed, fake)
+    except Exception:  # the model is the user's; islands may do what fake tensors cannot
+        pass
+    try:
+        return _run(model, listed, copy.deepcopy(call))
+    except Exception as error:
+        message = f"the model cannot run on example_inputs: {type(error).__name__}: {error}"
+        raise InputDataError(message) from error
+
+
+def _run(model: nn.Module, regions: list[Region], call: Any) -> dict[str, dict[str, Any]]:
+    with _evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        calls = _region_inputs(model, regions, call)
+        return {
+            region.name: _Recorder(region).record(*calls[region.name])
+            for region in regions
+            if region.name in calls
+        }
+
+
+def _region_inputs(model: nn.Module, regions: list[Region], call: Any) -> dict[str, Any]:
+    """Return the arguments that each region gets in its first call."""
+    if len(regions) == 1 and regions[0].module is model:
+        return {regions[0].name: call}
+    calls: dict[str, Any] = {}
+    hooks = [
+        region.module.register_forward_pre_hook(
+            lambda _, args, kwargs, name=region.name: (
+                calls.setdefault(name, (args, kwargs)) and None
+            ),
+            with_kwargs=True,
+        )
+        for region in regions
+    ]
+    try:
+        model(*call[0], **call[1])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a graph and writes down what each node makes."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__(region.module, graph=region.graph)
+        self.facts: dict[str, Any] = {}
+        self._form = region.form
+
+    def record(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Run with the arguments of one call."""
+        if self._form is not None:
+            leaves = self._form.leaves(args, dict(kwargs))
+            if leaves is None:
+                return {}
+            self.run(*leaves, enable_io_processing=False)
+            return self.facts
+        names = [str(node.target) for node in self.graph.nodes if node.op == "placeholder"]
+        given = list(args) + [kwargs[name] for name in names[len(args) :] if name in kwargs]
+        self.run(*given, enable_io_processing=False)
+        return self.facts
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node."""
+        result = super().run_node(n)
+        self.facts[n.name] = _fact(result)
+        return result
+
+
+def _fact(value: Any) -> Any:
+    """Return the fact about a value; ``None`` where there is nothing to say."""
+    if isinstance(value, Tensor):
+        return TensorFact(tuple(int(size) for size in value.shape))
+    if isinstance(value, (tuple, list)):
+        return tuple(_fact(item) for item in value)
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put every part of ``model`` into eval mode, and back."""
+    training = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode

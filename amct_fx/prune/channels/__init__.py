@@ -1,0 +1,1 @@
+"""Channel spaces: which channels of a traced model live together."""

@@ -1,0 +1,199 @@
+"""Normalisations and other layers with one parameter for each channel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
+
+from amct_fx.prune.channels.atoms import Pin
+from amct_fx.prune.channels.sites import Site, SiteKey
+from amct_fx.prune.channels.space import Space
+from amct_fx.prune.channels.steps import Attach, Joined
+from amct_fx.prune.channels.walk import Walk, fixed_atoms, is_along
+
+if TYPE_CHECKING:
+    from amct_fx.prune.channels.elementwise import Handler
+
+__all__ = ["FUNCTIONS", "MODULES"]
+
+
+def attach(
+    walk: Walk,
+    node: fx.Node,
+    space: Space | None,
+    tensors: list[Tensor],
+    attributes: tuple[tuple[str, str], ...] = (),
+    block: int = 1,
+) -> None:
+    """Let tensors with one entry for each channel of the first input follow that input."""
+    source: Any = node.args[0] if node.args else node.kwargs.get("input")
+    keys: list[SiteKey] = []
+    for tensor in tensors:
+        atoms = fixed_atoms(tensor.shape[0]) if space is None else space.atoms.flatten()
+        keys.append(walk.bind(node, Site("", "", 0, "attached", atoms), tensor))
+    if space is None:
+        walk.settle(node, None, node.all_input_nodes)
+        walk.fixed.setdefault(node, walk.origin(source))
+        return
+    out = Space(space.atoms, space.axis, zero=False, records=space.records)
+    walk.spaces[node] = out
+    walk.steps.append(Attach(node, source, space, tuple(keys), attributes, block))
+    walk.steps.append(Joined(node, (source,), out))
+
+
+def batch_norm(walk: Walk, node: fx.Node) -> None:
+    """Attach weight, bias and statistics of a batch norm or instance norm."""
+    module: Any = walk.module(node)
+    count_reached(walk, node)
+    rank = len(walk.shape(node) or ())
+    unbatched = isinstance(module, nn.modules.instancenorm._InstanceNorm) and rank == _least_rank(
+        module
+    )
+    space = _input_space(walk, node)
+    if parametrize.is_parametrized(module) or unbatched or _elsewhere(space):
+        walk.pin_inputs(
+            node, "norm_statistics", "the channels do not lie on the axis it normalises"
+        )
+        return
+    owned = (module.weight, module.bias, module.running_mean, module.running_var)
+    tensors = [tensor for tensor in owned if tensor is not None]
+    attach(walk, node, space, tensors, ((walk.name(node), "num_features"),))
+
+
+def _least_rank(module: nn.Module) -> int:
+    """Return the rank of an unbatched input of an instance norm."""
+    return {"InstanceNorm1d": 2, "InstanceNorm2d": 3, "InstanceNorm3d": 4}.get(
+        type(module).__name__, 0
+    )
+
+
+def functional_batch_norm(walk: Walk, node: fx.Node) -> None:
+    """Attach the tensors of ``F.batch_norm`` or ``F.instance_norm``."""
+    names = ("input", "running_mean", "running_var", "weight", "bias")
+    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given = [arguments.get(name) for name in names[1:] if arguments.get(name) is not None]
+    tensors = [walk.owned_tensor(value) for value in given]
+    space = _input_space(walk, node)
+    if any(tensor is None for tensor in tensors) or _elsewhere(space) or not node.args:
+        walk.pin_inputs(node, "norm_statistics", "its parameters are computed")
+        return
+    attach(walk, node, space, [tensor for tensor in tensors if tensor is not None])
+
+
+def group_norm(walk: Walk, node: fx.Node) -> None:
+    """Keep or remove whole groups of a group norm."""
+    module: Any = walk.module(node)
+    count_reached(walk, node)
+    space = _input_space(walk, node)
+    if parametrize.is_parametrized(module) or _elsewhere(space):
+        walk.pin_inputs(
+            node, "norm_statistics", "the channels do not lie on the axis it normalises"
+        )
+        return
+    block = module.num_channels // module.num_groups
+    if space is not None:
+        rows = space.atoms.reshape(module.num_groups, block)
+        pin = Pin("norm_statistics", node.name, "its groups are normalised together")
+        for column in range(1, block):
+            walk.atoms.join(rows[:, 0], rows[:, column], pin)
+    name = walk.name(node)
+    tensors = [tensor for tensor in (module.weight, module.bias) if tensor is not None]
+    attach(walk, node, space, tensors, ((name, "num_channels"),))
+    if space is not None:
+        groups = ((name, "num_groups"),)
+        walk.steps.append(Attach(node, node.args[0], space, (), groups, block))
+
+
+def layer_norm(walk: Walk, node: fx.Node) -> None:
+    """Pass where the normalised axes hold no channels."""
+    module: Any = walk.module(node)
+    count_reached(walk, node)
+    normalised = len(module.normalized_shape)
+    _over_last_axes(walk, node, normalised)
+
+
+def functional_layer_norm(walk: Walk, node: fx.Node) -> None:
+    """Do the same for ``F.layer_norm`` and ``F.rms_norm``."""
+    shape = node.args[1] if len(node.args) > 1 else node.kwargs.get("normalized_shape")
+    fact = walk.fact(shape) if isinstance(shape, fx.Node) else shape
+    if not isinstance(fact, (tuple, list)):
+        walk.pin_inputs(node, "norm_statistics", "the normalised axes are not known")
+        return
+    _over_last_axes(walk, node, len(fact))
+
+
+def _over_last_axes(walk: Walk, node: fx.Node, normalised: int) -> None:
+    source: Any = node.args[0] if node.args else node.kwargs.get("input")
+    space = walk.space(source)
+    if space is None:
+        walk.settle(node, None, node.all_input_nodes)
+        walk.fixed.setdefault(node, walk.origin(source))
+    elif any(axis >= space.atoms.dim() - normalised for axis in space.axes):
+        walk.pin_inputs(node, "norm_statistics", "its statistics run over the channels")
+    else:
+        out = Space(space.atoms, space.axis, zero=False, records=space.records)
+        walk.spaces[node] = out
+        walk.steps.append(Joined(node, (source,), out))
+
+
+def prelu(walk: Walk, node: fx.Node) -> None:
+    """Attach the slopes of a PReLU; one slope for all passes."""
+    module: Any = walk.module(node)
+    count_reached(walk, node)
+    source: Any = node.args[0] if node.args else node.kwargs.get("input")
+    space = walk.space(source)
+    weight = module.weight
+    if weight.numel() == 1:
+        if space is None:
+            walk.settle(node, None, node.all_input_nodes)
+            walk.fixed.setdefault(node, walk.origin(source))
+            return
+        walk.spaces[node] = space
+        walk.steps.append(Joined(node, (source,), space))
+        return
+    along = _input_space(walk, node)
+    if parametrize.is_parametrized(module) or _elsewhere(along):
+        walk.pin_inputs(node, "norm_statistics", "its slopes lie on another axis than the channels")
+        return
+    attach(walk, node, along, [weight], ((walk.name(node), "num_parameters"),))
+    if along is not None:
+        walk.spaces[node] = along  # 0 stays 0
+
+
+def _input_space(walk: Walk, node: fx.Node) -> Space | None:
+    return walk.space(node.args[0] if node.args else node.kwargs.get("input"))
+
+
+def _elsewhere(space: Space | None) -> bool:
+    """Say whether there are channels that do not lie along axis 1."""
+    return space is not None and not is_along(space, 1)
+
+
+def count_reached(walk: Walk, node: fx.Node) -> None:
+    """Note that a handler saw a module."""
+    name = walk.name(node)
+    walk.reached[name] = walk.reached.get(name, 0) + 1
+
+
+MODULES: dict[type[nn.Module], Handler] = {
+    nn.BatchNorm1d: batch_norm,
+    nn.BatchNorm2d: batch_norm,
+    nn.BatchNorm3d: batch_norm,
+    nn.SyncBatchNorm: batch_norm,
+    nn.InstanceNorm1d: batch_norm,
+    nn.InstanceNorm2d: batch_norm,
+    nn.InstanceNorm3d: batch_norm,
+    nn.GroupNorm: group_norm,
+    nn.LayerNorm: layer_norm,
+    nn.PReLU: prelu,
+}
+if hasattr(nn, "RMSNorm"):
+    MODULES[nn.RMSNorm] = layer_norm
+FUNCTIONS: dict[Any, Handler] = {
+    F.batch_norm: functional_batch_norm,
+    F.instance_norm: functional_batch_norm,
+    F.layer_norm: functional_layer_norm,
+}

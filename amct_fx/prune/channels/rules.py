@@ -1,0 +1,129 @@
+"""The table of rules: which handler knows which kind of node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch.ao.quantization import FakeQuantizeBase
+
+from amct_fx.prune.channels import (
+    concat,
+    elementwise,
+    layers,
+    layout,
+    norms,
+    products,
+    spatial,
+)
+from amct_fx.prune.channels.barriers import amct_barrier
+from amct_fx.prune.channels.walk import LayerUse, Walk, float_class
+
+if TYPE_CHECKING:
+    from torch import fx, nn
+
+    from amct_fx.prune.channels.elementwise import Handler
+
+__all__ = ["known_class", "visit"]
+
+MODULES: dict[type[nn.Module], Handler] = {
+    **elementwise.MODULES,
+    **spatial.MODULES,
+    **norms.MODULES,
+    **layout.MODULES,
+    **layers.MODULES,
+}
+FUNCTIONS: dict[Any, Handler] = {
+    **elementwise.FUNCTIONS,
+    **spatial.FUNCTIONS,
+    **norms.FUNCTIONS,
+    **layout.FUNCTIONS,
+    **concat.FUNCTIONS,
+    **products.FUNCTIONS,
+    **layers.FUNCTIONS,
+}
+METHODS: dict[str, Handler] = {
+    **elementwise.METHODS,
+    **spatial.METHODS,
+    **layout.METHODS,
+    **products.METHODS,
+}
+
+
+def visit(walk: Walk, node: fx.Node) -> None:
+    """Let the rule for a node decide about the channels of its inputs."""
+    if node.op == "output":
+        walk.pin(node, node.all_input_nodes, "graph_output", "it is an output of the model")
+        return
+    if node.op in ("placeholder", "get_attr"):
+        return
+    handler = _handler(walk, node)
+    if handler is None:
+        _refuse(walk, node)
+        return
+    if handler in _COUNTED:
+        walk.uses += _COUNTED[handler](walk, node)
+    if walk.options.mode == "amct":
+        barrier = amct_barrier(walk, node)
+        if barrier is not None and barrier.whole:
+            walk.pin_inputs(node, barrier.code, barrier.text)
+            if node.op == "call_module":
+                walk.calls.setdefault(walk.name(node), node)
+            return
+        if barrier is not None:
+            walk.pin(node, node.all_input_nodes, barrier.code, barrier.text)
+            walk.fixed.pop(node, None)
+    handler(walk, node)
+
+
+_COUNTED: dict[Handler, Callable[[Walk, fx.Node], list[LayerUse]]] = {
+    layers.conv: partial(layers.uses, kind="conv"),
+    layers.deconv: partial(layers.uses, kind="deconv"),
+    layers.linear: partial(layers.uses, kind="linear"),
+    products.matmul: products.matmul_uses,
+    products.attention: products.attention_uses,
+}
+
+
+def known_class(module: nn.Module) -> type[nn.Module] | None:
+    """Return the class in the table whose forward a module runs.
+
+    A quantization-aware class counts as the one it was made from.
+    """
+    cls = float_class(module)
+    if cls in MODULES:
+        return cls
+    base = next((base for base in cls.__mro__ if base in MODULES), None)
+    own = ("forward", "_conv_forward", "_check_input_dim")
+    if base is None or any(getattr(cls, n, None) is not getattr(base, n, None) for n in own):
+        return None
+    return base
+
+
+def _handler(walk: Walk, node: fx.Node) -> Handler | None:
+    if node.op == "call_method":
+        return METHODS.get(str(node.target))
+    if node.op == "call_function":
+        return FUNCTIONS.get(node.target)
+    module = walk.module(node)
+    if isinstance(module, FakeQuantizeBase):
+        return elementwise.first_only
+    if module is None or "forward" in vars(module):
+        return None
+    cls = known_class(module)
+    return None if cls is None else MODULES[cls]
+
+
+def _refuse(walk: Walk, node: fx.Node) -> None:
+    """Pin what a node without a rule reads."""
+    if node.op == "call_method" and node.target in ("size", "dim", "numel", "item", "stride"):
+        return
+    module = walk.module(node)
+    if module is None:
+        name = getattr(node.target, "__name__", node.target)
+        walk.pin_inputs(node, "unknown_op", f"{name} is not known")
+        return
+    plain = next((base for base in type(module).__mro__ if base in MODULES), None)
+    code = "unknown_op" if plain is None else "own_forward"
+    walk.pin_inputs(node, code, f"{type(module).__name__} runs its own code")

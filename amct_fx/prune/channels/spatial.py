@@ -1,0 +1,180 @@
+"""Pooling, padding and resizing, reductions, and softmax: what works along certain axes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from amct_fx.prune.channels.elementwise import Handler, elementwise
+from amct_fx.prune.channels.space import Space
+from amct_fx.prune.channels.steps import Joined, Reduced
+
+if TYPE_CHECKING:
+    from amct_fx.prune.channels.walk import Walk
+
+__all__ = ["FUNCTIONS", "METHODS", "MODULES"]
+
+
+def over_last(count: int | None, *, zero: bool = True) -> Handler:
+    """Return the handler of an operation over the last ``count`` axes; ``None``: all but two."""
+
+    def handle(walk: Walk, node: fx.Node) -> None:
+        rank = len(walk.shape(_source(node)) or ())
+        axes = range(rank - (rank - 2 if count is None else count), rank)
+        _same_axes(walk, node, set(axes), zero=zero)
+
+    return handle
+
+
+def pad(walk: Walk, node: fx.Node) -> None:
+    """Handle ``F.pad``: it changes the axes whose amounts are not 0."""
+    amounts = node.args[1] if len(node.args) > 1 else node.kwargs.get("pad")
+    fact = walk.fact(amounts) if isinstance(amounts, fx.Node) else amounts
+    rank = len(walk.shape(_source(node)) or ())
+    if not isinstance(fact, (tuple, list)):
+        walk.pin_inputs(node, "unknown_op", "the amounts of padding are not known")
+        return
+    numbers = [walk.fact(item) for item in fact]
+    axes = {rank - 1 - i // 2 for i, amount in enumerate(numbers) if amount != 0}
+    mode = node.kwargs.get("mode", node.args[2] if len(node.args) > 2 else "constant")
+    value = node.kwargs.get("value", node.args[3] if len(node.args) > 3 else 0)
+    _same_axes(walk, node, axes, zero=mode != "constant" or not value)
+
+
+def along(position: int, *names: str, default: Any = None) -> Handler:
+    """Return the handler of an operation over the axis ``dim``, such as softmax."""
+
+    def handle(walk: Walk, node: fx.Node) -> None:
+        dim = _argument(walk, node, position, ("dim", *names), default)
+        rank = len(walk.shape(_source(node)) or ())
+        axes = set(range(rank)) if not isinstance(dim, int) else {dim % rank}
+        _same_axes(walk, node, axes, zero=False)
+
+    return handle
+
+
+def _same_axes(walk: Walk, node: fx.Node, axes: set[int], *, zero: bool) -> None:
+    """Let the channels pass an operation over ``axes`` that hold none of them."""
+    source = _source(node)
+    space = walk.space(source)
+    results = walk.fact(node)
+    if space is None:
+        walk.settle(node, None, node.all_input_nodes)
+        return
+    if axes & set(space.axes):
+        walk.pin_inputs(node, "reduction_over_axis", "it works along the axis of the channels")
+        return
+    others = [v for v in node.all_input_nodes if v is not source and walk.space(v) is not None]
+    if others:
+        walk.pin_inputs(node, "unknown_op", "it reads several tensors with channels")
+        return
+    if isinstance(results, tuple):
+        walk.pin_inputs(node, "unknown_op", "it has several results")
+        return
+    out = Space(space.atoms, space.axis, zero=space.zero and zero, records=space.records)
+    walk.spaces[node] = out
+    walk.steps.append(Joined(node, (source,), out))
+
+
+def reduce(walk: Walk, node: fx.Node) -> None:
+    """Handle a reduction over given axes; the others keep their channels."""
+    source = _source(node)
+    space = walk.space(source)
+    if any(walk.shape(value) is not None for value in node.all_input_nodes if value is not source):
+        elementwise(walk, node)  # torch.max of two tensors
+        return
+    if space is None:
+        walk.settle(node, None, node.all_input_nodes)
+        return
+    rank = space.atoms.dim()
+    position = 2 if getattr(node.target, "__name__", node.target) in ("norm",) else 1
+    dim = _argument(walk, node, position, ("dim", "axis"), None)
+    dims = set(range(rank)) if dim is None else {d % rank for d in _ints(dim)}
+    if not dims or dims & set(space.axes):
+        walk.pin_inputs(node, "reduction_over_axis", "it reduces the axis of the channels")
+        return
+    results = walk.fact(node)
+    first = results[0] if isinstance(results, tuple) else results
+    keeps = len(first.shape) == rank
+    axes = [a for a in range(rank) if keeps or a not in dims]
+    atoms = space.atoms.reshape([space.atoms.shape[a] for a in axes])
+    out = Space(atoms, axes.index(space.axis), zero=space.zero, records=space.records)
+    if isinstance(results, tuple):
+        walk.spaces[node] = tuple(out for _ in results)
+        for index in range(len(results)):
+            walk.steps.append(Reduced(node, source, (node, index), out, tuple(axes)))
+        return
+    if getattr(node.target, "__name__", str(node.target)) in ("std", "norm", "var"):
+        walk.atoms.forbid_row_masks(space.atoms)
+    walk.spaces[node] = out
+    walk.steps.append(Reduced(node, source, node, out, tuple(axes)))
+
+
+def _source(node: fx.Node) -> Any:
+    return node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("x"))
+
+
+def _argument(
+    walk: Walk, node: fx.Node, position: int, names: tuple[str, ...], default: Any
+) -> Any:
+    """Return an argument of a function, or the attribute of a module."""
+    if node.op == "call_module":
+        return getattr(walk.module(node), names[0], default)
+    value = node.args[position] if len(node.args) > position else default
+    for name in names:
+        value = node.kwargs.get(name, value)
+    return walk.fact(value) if isinstance(value, fx.Node) else value
+
+
+def _ints(value: Any) -> list[int]:
+    return [value] if isinstance(value, int) else list(value)
+
+
+_POOLS = {
+    1: "max_pool1d avg_pool1d adaptive_avg_pool1d lp_pool1d adaptive_max_pool1d",
+    2: "max_pool2d avg_pool2d adaptive_avg_pool2d lp_pool2d adaptive_max_pool2d",
+    3: "max_pool3d avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d",
+}
+FUNCTIONS: dict[Any, Handler] = {
+    getattr(scope, name): over_last(count)
+    for count, names in _POOLS.items()
+    for name in names.split()
+    for scope in (F, torch)
+    if hasattr(scope, name)
+}
+FUNCTIONS |= {F.pad: pad, F.interpolate: over_last(None), F.upsample: over_last(None)}
+_SOFT = {F.softmax, F.log_softmax, F.softmin, torch.softmax, torch.log_softmax, F.gumbel_softmax}
+FUNCTIONS |= {function: along(1) for function in _SOFT}
+FUNCTIONS |= {F.glu: along(1, default=-1), F.normalize: along(2, default=1)}
+_CUMULATIVE = (torch.cumsum, torch.cumprod, torch.logcumsumexp)
+FUNCTIONS |= {function: along(1) for function in _CUMULATIVE}
+_REDUCTIONS = (
+    *("mean", "sum", "amax", "amin", "max", "min", "std", "var", "prod", "logsumexp", "norm"),
+    *("argmax", "argmin", "median", "all", "any", "nansum", "nanmean"),
+)
+FUNCTIONS |= {getattr(torch, name): reduce for name in _REDUCTIONS if hasattr(torch, name)}
+METHODS: dict[str, Handler] = {name: reduce for name in _REDUCTIONS}
+METHODS |= {name: along(1) for name in ("softmax", "log_softmax", "cumsum", "cumprod")}
+MODULES: dict[type[nn.Module], Handler] = {
+    getattr(nn, f"{kind}{count}d"): over_last(count)
+    for kind in (
+        "MaxPool",
+        "AvgPool",
+        "AdaptiveAvgPool",
+        "AdaptiveMaxPool",
+        "LPPool",
+        "ZeroPad",
+        "ConstantPad",
+        "ReflectionPad",
+        "ReplicationPad",
+        "CircularPad",
+    )
+    for count in (1, 2, 3)
+    if hasattr(nn, f"{kind}{count}d")
+}
+MODULES |= {nn.Upsample: over_last(None), nn.UpsamplingNearest2d: over_last(2)}
+MODULES |= {nn.UpsamplingBilinear2d: over_last(2)}
+MODULES |= {nn.Softmax: along(0), nn.LogSoftmax: along(0), nn.Softmin: along(0)}

@@ -1,0 +1,492 @@
+"""The prune plan: what is cut, what stays and why. Plain data, for people and for files.
+
+Source: spec/pruning.md section 7.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from amct_fx.errors import PruneError
+
+if TYPE_CHECKING:
+    from amct_fx.graph.shapes import ShapeFacts
+    from amct_fx.prune.options import PruneOptions
+
+__all__ = ["LayerCost", "Member", "PinnedLayer", "PruneGroup", "PrunePlan"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One axis of a parameter or buffer that belongs to the channels of a group.
+
+    Attributes:
+        layer: Name of the module.
+        parameter: Name of the tensor in the module; empty for the channels of an input.
+        axis: The axis.
+        role: ``"row"`` of a producer, ``"column"`` of a consumer, ``"attached"`` to channels,
+            ``"input"`` of a layer, ``"size"`` of a product of activations.
+        shape: Full shape of the tensor.
+        positions: For each unit of the group its indices along the axis. Where the weight of a
+            grouped convolution has indices of its own for every group, those of all groups follow
+            each other.
+        groups: Groups of such a convolution, else 1.
+    """
+
+    layer: str
+    parameter: str
+    axis: int
+    role: str
+    shape: tuple[int, ...]
+    positions: tuple[tuple[int, ...], ...]
+    groups: int = 1
+
+    @property
+    def key(self) -> str:
+        """Name of the tensor in the model."""
+        return f"{self.layer}.{self.parameter}" if self.layer else self.parameter
+
+
+@dataclass(frozen=True)
+class PruneGroup:
+    """Channels that are ranked against each other and cut together.
+
+    Attributes:
+        id: Number in the plan.
+        producers: The layers that make the channels, in order.
+        consumers: The layers that lose input channels.
+        members: Every axis of a tensor that follows.
+        channels: Number of units.
+        ratio: Share to remove.
+        ascend_optimized: Keep a multiple of 16 units.
+        balance: Blocks that keep equal counts.
+        balance_source: What asks for them.
+        scores: Importance of each unit.
+        kept: Indices of the units that stay.
+        note: ``"aligned_away"``: alignment keeps all; ``"alignment_lost"``: blocks break it;
+            ``"nothing_to_cut"``; or empty.
+        rows_maskable: Zero rows give finite values and slopes on the way to the consumers.
+        contracted: The channels end in a product without a weight, which needs zero rows.
+    """
+
+    id: int
+    producers: tuple[str, ...]
+    consumers: tuple[str, ...]
+    members: tuple[Member, ...] = field(repr=False)
+    channels: int
+    ratio: float
+    ascend_optimized: bool
+    balance: int
+    balance_source: str
+    scores: tuple[float, ...] = field(repr=False)
+    kept: tuple[int, ...]
+    note: str = ""
+    rows_maskable: bool = True
+    contracted: bool = False
+    kind: str = "filter"
+
+    @property
+    def cut(self) -> tuple[int, ...]:
+        """Indices of the units that go."""
+        return tuple(sorted(set(range(self.channels)) - set(self.kept)))
+
+    def __str__(self) -> str:
+        """Return producers, counts, consumers and the note."""
+        blocks = f" in {self.balance} blocks" if self.balance > 1 else ""
+        note = f" ({self.note})" if self.note else ""
+        users = ", ".join(self.consumers)
+        makers = ", ".join(self.producers)
+        return f"{makers}: {len(self.kept)} of {self.channels}{blocks}{note} -> {users}"
+
+
+@dataclass(frozen=True)
+class PinnedLayer:
+    """A layer that the configuration wants to prune and that keeps its channels.
+
+    Attributes:
+        name: Name of the layer.
+        node: The node of the graph that forbids it.
+        code: The reason in one word, such as ``"graph_output"``.
+        text: The reason in a sentence.
+    """
+
+    name: str
+    node: str
+    code: str
+    text: str
+
+    def __str__(self) -> str:
+        """Return name, code and sentence."""
+        return f"{self.name}: {self.code}: {self.text}"
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Multiply-accumulates and parameters of one call of a layer, before and after.
+
+    Attributes:
+        name: Name of the layer, or of the node of a product of activations.
+        kind: ``"conv"``, ``"deconv"``, ``"linear"`` or ``"matmul"``.
+        shape: Shape of the weight before.
+        positions: Places at which the weight is used, for one example.
+        macs: Multiply-accumulates before, for one example.
+        macs_after: The same after.
+        density: Share of the weights that 2:4 sparsity keeps.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    positions: int
+    macs: int
+    macs_after: int
+    density: float = 1.0
+    tensor: str = ""
+
+
+@dataclass(frozen=True)
+class PrunePlan:
+    """What pruning does to a model: the result of the analysis alone.
+
+    ``print`` it, keep it as JSON, compare two, or choose other channels with :meth:`with_kept`.
+
+    Attributes:
+        groups: Channels that are chosen together.
+        pinned: Every layer that the configuration wants to prune and that stays, with the reason.
+        costs: Every call of a layer.
+        parameters: Number of parameters before.
+        parameters_after: The same after.
+        options: The options of the analysis.
+        settings: The setting of each enabled layer, by name.
+        inputs: Shape and dtype of the example inputs.
+        facts: Shapes of the values in the graphs, for the removal; not in the JSON.
+    """
+
+    groups: tuple[PruneGroup, ...]
+    pinned: tuple[PinnedLayer, ...]
+    costs: tuple[LayerCost, ...]
+    parameters: int
+    parameters_after: int
+    options: PruneOptions
+    settings: Mapping[str, Any] = field(repr=False)
+    inputs: tuple[tuple[tuple[int, ...], str], ...] = ()
+    facts: ShapeFacts | None = field(default=None, repr=False, compare=False)
+
+    # Numbers
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates before, for one example."""
+        return sum(cost.macs for cost in self.costs)
+
+    @property
+    def macs_after(self) -> int:
+        """Multiply-accumulates after, for one example."""
+        return sum(cost.macs_after for cost in self.costs)
+
+    def __getitem__(self, producer: str) -> PruneGroup:
+        """Return the first group of a producer.
+
+        Raises:
+            KeyError: If none of its channels may go.
+        """
+        for group in self.groups:
+            if producer in group.producers:
+                return group
+        raise KeyError(producer)
+
+    # Masks
+
+    def kept_rows(self) -> dict[str, Tensor]:
+        """Return the output channels that stay, of every layer that loses some.
+
+        Returns:
+            int64 indices by name of the layer, in ascending order.
+        """
+        return self._kept("row", lambda member: member.layer)
+
+    def kept_inputs(self) -> dict[str, Tensor]:
+        """Return the input channels that stay, of every layer whose input loses some.
+
+        Returns:
+            int64 indices along axis 1 (of a Linear: the last axis) by name of the layer.
+        """
+        return self._kept("input", lambda member: member.layer)
+
+    def column_masks(self) -> dict[str, Tensor]:
+        """Return the masks that make the full model compute what the pruned one does.
+
+        Returns:
+            bool tensors, true where a weight stays, by name of the parameter; they broadcast to it.
+            Besides the columns of consumers the rows and biases of producers whose channels end in
+            a product without a weight. Source: spec/pruning.md section 5.1.
+        """
+        masks: dict[str, Tensor] = {}
+        for group in self.groups:
+            for member in group.members:
+                wanted = member.role == "column" or (member.role == "row" and group.contracted)
+                if wanted and group.cut:
+                    _mask(masks, member, group.cut)
+        return masks
+
+    def row_masks(self) -> dict[str, Tensor]:
+        """Return the masks of the producers' rows and biases that are safe to train with.
+
+        Returns:
+            As :meth:`column_masks`; empty with ``row_masks=False``.
+        """
+        masks: dict[str, Tensor] = {}
+        for group in self.groups if self.options.row_masks else ():
+            for member in group.members:
+                if member.role == "row" and group.cut and group.rows_maskable:
+                    _mask(masks, member, group.cut)
+        return masks
+
+    def _kept(self, role: str, name: Any) -> dict[str, Tensor]:
+        gone: dict[str, set[int]] = defaultdict(set)
+        sizes: dict[str, int] = {}
+        for group, member in self._members(role):
+            if role == "row" and member.parameter != "weight":
+                continue
+            sizes[name(member)] = _length(member)
+            for unit in group.cut:
+                gone[name(member)].update(member.positions[unit])
+        return {
+            key: torch.tensor([i for i in range(sizes[key]) if i not in cut], dtype=torch.long)
+            for key, cut in gone.items()
+            if cut
+        }
+
+    def _members(self, role: str) -> Iterator[tuple[PruneGroup, Member]]:
+        for group in self.groups:
+            for member in group.members:
+                if member.role == role:
+                    yield group, member
+
+    # Other choices
+
+    def with_kept(self, group: int | str, kept: Sequence[int]) -> PrunePlan:
+        """Return a plan in which a group keeps other units.
+
+        Args:
+            group: Number of the group, or the name of a producer.
+            kept: Indices of the units that stay.
+
+        Raises:
+            PruneError: If the indices are not units of the group, none is left, or blocks would
+                keep unequal counts.
+        """
+        found = self[group] if isinstance(group, str) else self.groups[group]
+        chosen = tuple(sorted({int(index) for index in kept}))
+        _check_choice(found, chosen)
+        groups = tuple(
+            replace(other, kept=chosen) if other is found else other for other in self.groups
+        )
+        return replace(self, groups=groups).with_costs()
+
+    def with_rows(self, rows: Mapping[str, Tensor]) -> PrunePlan:
+        """Return a plan that keeps given output channels.
+
+        Args:
+            rows: By name of the layer either a bool or uint8 mask over its output channels, or the
+                indices that stay. Groups without a layer in it keep their choice.
+
+        Raises:
+            PruneError: If the channels do not fit: a layer has none that may go, coupled layers
+                keep different ones, blocks would keep unequal counts.
+        """
+        stays = {name: _as_mask(self, name, value) for name, value in rows.items()}
+        plan = self
+        for group in self.groups:
+            chosen = [unit for unit in range(group.channels) if _unit_stays(group, unit, stays)]
+            if any(name in stays for name in group.producers):
+                plan = plan.with_kept(group.id, chosen)
+        kept = plan.kept_rows()
+        for name, mask in stays.items():
+            left = kept.get(name, torch.arange(mask.numel()))
+            if not torch.equal(left, mask.nonzero().flatten()):
+                message = f"layer {name!r} has channels among those to cut that must stay"
+                raise PruneError(message)
+        return plan
+
+    def with_costs(self) -> PrunePlan:
+        """Return the plan with costs that fit its choice."""
+        sizes = _remaining_sizes(self)
+        costs = tuple(_cost_after(cost, sizes) for cost in self.costs)
+        gone = _parameters_gone(self)
+        return replace(self, costs=costs, parameters_after=self.parameters - gone)
+
+    # Text
+
+    def __str__(self) -> str:
+        """Return the groups, the layers that stay with their reasons, and the totals."""
+        lines = [str(group) for group in self.groups]
+        lines += [f"stays {layer}" for layer in self.pinned]
+        lines += [
+            f"2:4 {cost.name}: {cost.density:.3g} of the weights"
+            for cost in self.costs
+            if cost.density < 1
+        ]
+        lines.append(
+            f"parameters {self.parameters:,} -> {self.parameters_after:,}, "
+            f"MACs {self.macs:,} -> {self.macs_after:,}"
+        )
+        return "\n".join(lines)
+
+    def diff(self, other: PrunePlan) -> str:
+        """Say what ``other`` does otherwise, one line each; empty if nothing.
+
+        Args:
+            other: A plan for the same model.
+        """
+        lines = []
+        mine, theirs = (
+            {(g.producers, g.members[0].positions): g for g in plan.groups}
+            for plan in (self, other)
+        )
+        for key in dict.fromkeys([*mine, *theirs]):
+            left, right = mine.get(key), theirs.get(key)
+            if left is None or right is None:
+                lines.append(f"{'+' if left is None else '-'} {right or left}")
+            elif left.kept != right.kept:
+                name = ", ".join(left.producers)
+                lines.append(f"~ {name}: keeps {list(left.kept)} -> {list(right.kept)}")
+        before, after = ({str(layer) for layer in plan.pinned} for plan in (self, other))
+        lines += [f"- stays {layer}" for layer in sorted(before - after)]
+        lines += [f"+ stays {layer}" for layer in sorted(after - before)]
+        return "\n".join(lines)
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """Return the plan as JSON; :meth:`from_json` reads it back."""
+        from amct_fx.prune.plan_json import plan_to_json
+
+        return plan_to_json(self, indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str) -> PrunePlan:
+        """Read a plan that :meth:`to_json` wrote.
+
+        Raises:
+            PruneError: If the text is no such plan.
+        """
+        from amct_fx.prune.plan_json import plan_from_json
+
+        return plan_from_json(text)
+
+
+def _length(member: Member) -> int:
+    """Return the number of indices of an axis, over all groups of a convolution."""
+    return member.shape[member.axis] * member.groups
+
+
+def _mask(masks: dict[str, Tensor], member: Member, cut: Sequence[int]) -> None:
+    """Write the zeros of a member into the mask of its tensor."""
+    flat = torch.ones(_length(member), dtype=torch.bool)
+    flat[[position for unit in cut for position in member.positions[unit]]] = False
+    shape = [1] * len(member.shape)
+    if member.groups == 1:
+        shape[member.axis] = -1
+        mask = flat.reshape(shape)
+    else:  # [g * n0, n1, 1, ...]: the rows of a group have their own columns
+        rows = flat.reshape(member.groups, -1)
+        shape[0], shape[1] = member.shape[0], member.shape[1]
+        mask = rows.repeat_interleave(member.shape[0] // member.groups, 0).reshape(shape)
+    masks[member.key] = masks[member.key] & mask if member.key in masks else mask
+
+
+def _check_choice(group: PruneGroup, kept: tuple[int, ...]) -> None:
+    name = ", ".join(group.producers)
+    if not kept or kept[0] < 0 or kept[-1] >= group.channels:
+        message = f"group {name!r} has units 0 to {group.channels - 1}, of which at least one stays"
+        raise PruneError(message)
+    width = group.channels // group.balance
+    counts = [0] * group.balance
+    for index in kept:
+        counts[index // width] += 1
+    if len(set(counts)) > 1:
+        message = (
+            f"group {name!r} must keep equally many units in each of its {group.balance} blocks "
+            f"({group.balance_source}), not {counts}"
+        )
+        raise PruneError(message)
+
+
+def _as_mask(plan: PrunePlan, name: str, value: Tensor) -> Tensor:
+    sizes = {
+        member.layer: _length(member)
+        for _, member in plan._members("row")
+        if member.parameter == "weight"
+    }
+    if name not in sizes:
+        message = f"layer {name!r} has no output channels that may be cut"
+        raise PruneError(message)
+    if value.dtype in (torch.bool, torch.uint8):
+        mask = value.flatten().bool().cpu()
+    else:
+        mask = torch.zeros(sizes[name], dtype=torch.bool)
+        if value.numel() and not 0 <= int(value.min()) <= int(value.max()) < sizes[name]:
+            message = f"layer {name!r} has output channels 0 to {sizes[name] - 1}"
+            raise PruneError(message)
+        mask[value.flatten().cpu()] = True
+    if mask.numel() != sizes[name]:
+        message = f"layer {name!r} has {sizes[name]} output channels, the mask {mask.numel()}"
+        raise PruneError(message)
+    return mask
+
+
+def _unit_stays(group: PruneGroup, unit: int, stays: Mapping[str, Tensor]) -> bool:
+    """Say whether a unit stays; coupled producers must agree."""
+    answers = {
+        bool(stays[member.layer][position])
+        for member in group.members
+        if member.role == "row" and member.parameter == "weight" and member.layer in stays
+        for position in member.positions[unit]
+    }
+    if len(answers) > 1:
+        message = f"the layers {', '.join(group.producers)} share channels but keep different ones"
+        raise PruneError(message)
+    return answers == {True} if answers else unit in group.kept
+
+
+def _remaining_sizes(plan: PrunePlan) -> dict[tuple[str, int], tuple[int, int]]:
+    """Return full and remaining length of every axis that loses something."""
+    sizes: dict[tuple[str, int], tuple[int, int]] = {}
+    for group in plan.groups:
+        for member in group.members:
+            full, left = sizes.get((member.key, member.axis), (_length(member),) * 2)
+            gone = sum(len(member.positions[unit]) for unit in group.cut)
+            sizes[member.key, member.axis] = full, left - gone
+    return sizes
+
+
+def _cost_after(cost: LayerCost, sizes: Mapping[tuple[str, int], tuple[int, int]]) -> LayerCost:
+    shape = list(cost.shape)
+    for axis in range(len(shape)):
+        full, left = sizes.get((cost.tensor, axis), (1, 1))
+        shape[axis] = shape[axis] * left // full
+    return replace(cost, macs_after=math.prod(shape) * cost.positions)
+
+
+def _parameters_gone(plan: PrunePlan) -> int:
+    sizes = _remaining_sizes(plan)
+    shapes = {
+        member.key: member.shape
+        for group in plan.groups
+        for member in group.members
+        if member.role in ("row", "column", "attached") and "running_" not in member.parameter
+    }
+    gone = 0
+    for key, shape in shapes.items():
+        left = list(shape)
+        for axis in range(len(shape)):
+            full, rest = sizes.get((key, axis), (1, 1))
+            left[axis] = left[axis] * rest // full
+        gone += math.prod(shape) - math.prod(left)
+    return gone

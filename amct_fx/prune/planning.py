@@ -1,0 +1,232 @@
+"""Making a plan: analysis, choice, and the reasons for what stays.
+
+Source: spec/pruning.md sections 3, 4 and 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from amct_fx.checks import check_float_model
+from amct_fx.config import CompressionConfig, FilterPruneConfig, load_config, resolve
+from amct_fx.config.schema import Source
+from amct_fx.discovery import PrepareOptions, discovered
+from amct_fx.graph.shapes import propagate_shapes
+from amct_fx.prune.channels.analysis import analyze, settle_groups
+from amct_fx.prune.costs import layer_costs
+from amct_fx.prune.inputs import example_specs, guess_inputs
+from amct_fx.prune.options import PruneKeywords, PruneOptions
+from amct_fx.prune.plan import Member, PinnedLayer, PruneGroup, PrunePlan
+
+if TYPE_CHECKING:
+    import os
+
+    from torch import Tensor, nn
+    from typing_extensions import Unpack
+
+    from amct_fx.config import PruneConfig
+    from amct_fx.graph.capture import Region
+    from amct_fx.prune.channels.sites import Site
+    from amct_fx.prune.channels.steps import Replay
+    from amct_fx.prune.channels.units import Group
+    from amct_fx.prune.channels.walk import Walk
+
+__all__ = ["plan_channels", "prune_plan"]
+
+
+def plan_channels(
+    model: nn.Module,
+    regions: Sequence[Region],
+    settings: Mapping[str, PruneConfig],
+    example_inputs: Any = None,
+    options: PruneOptions | None = None,
+) -> PrunePlan:
+    """Analyse a traced model and choose the channels to cut.
+
+    Args:
+        model: The model; it is not changed.
+        regions: Its traced parts.
+        settings: Pruning of each enabled layer, by name; skipped layers are absent.
+        example_inputs: A tensor, a tuple of arguments, or a dict of them by name. Without it
+            usual shapes are tried.
+        options: The mode and its details.
+
+    Returns:
+        The plan.
+
+    Raises:
+        InputDataError: If the model cannot run on ``example_inputs``.
+        ModelError: If there are none, and no usual shape fits.
+    """
+    options = options or PruneOptions()
+    if example_inputs is None:
+        example_inputs, facts = guess_inputs(model, regions)
+    else:
+        facts = propagate_shapes(model, regions, example_inputs)
+    walk = analyze(model, regions, settings, options, facts)
+    groups, state = settle_groups(walk)
+    return build_plan(walk, groups, state, example_specs(example_inputs))
+
+
+def build_plan(
+    walk: Walk, groups: Sequence[Group], state: Replay, inputs: tuple[Any, ...]
+) -> PrunePlan:
+    """Write the result of an analysis down as plain data."""
+    members = _members(walk, groups)
+    singular = walk.atoms.roots_without_row_masks()
+    contracted = {
+        root for atoms in walk.contracted for root in walk.atoms.roots(atoms).tolist() if root >= 0
+    }
+    listed = tuple(
+        PruneGroup(
+            id=number,
+            producers=group.producers,
+            consumers=_consumers(own),
+            members=tuple(own),
+            channels=len(group.units),
+            ratio=group.ratio,
+            ascend_optimized=group.ascend_optimized,
+            balance=group.balance,
+            balance_source=group.source,
+            scores=tuple(group.scores.tolist()),
+            kept=tuple(group.kept),
+            note=group.note,
+            rows_maskable=singular.isdisjoint(group.roots),
+            contracted=not contracted.isdisjoint(group.roots),
+        )
+        for number, (group, own) in enumerate(zip(groups, members, strict=True))
+    )
+    before = sum(parameter.numel() for parameter in walk.model.parameters())
+    plan = PrunePlan(
+        groups=listed,
+        pinned=_pinned(walk, listed),
+        costs=layer_costs(walk, state),
+        parameters=before,
+        parameters_after=before,
+        options=walk.options,
+        settings=dict(walk.settings),
+        inputs=inputs,
+        facts=walk.facts,
+    )
+    return plan.with_costs()
+
+
+def _members(walk: Walk, groups: Sequence[Group]) -> list[list[Member]]:
+    """Return for each group every axis that follows its units."""
+    where = {root: (g, u) for g, group in enumerate(groups) for u, root in enumerate(group.roots)}
+    found: list[list[Member]] = [[] for _ in groups]
+
+    def add(atoms: Tensor, make: Any) -> None:
+        places: dict[int, list[list[int]]] = {}
+        for position, root in enumerate(walk.atoms.roots(atoms).flatten().tolist()):
+            if root in where:
+                g, u = where[root]
+                units = places.setdefault(g, [[] for _ in groups[g].units])
+                units[u].append(position)
+        for g, units in places.items():
+            found[g].append(make(tuple(tuple(unit) for unit in units)))
+
+    for site in walk.sites.values():
+        add(site.atoms, lambda positions, site=site: _site_member(walk, site, positions))
+    for name, atoms in walk.inputs.items():
+        shape = (atoms.numel(),)
+        add(atoms, lambda p, name=name, shape=shape: Member(name, "", 0, "input", shape, p))
+    for use in walk.uses:
+        for number, (value, axis) in enumerate(use.sizes):
+            space, full = walk.space(value), walk.shape(value)
+            if space is None or full is None or space.axis != axis % len(full):
+                continue
+            atoms = space.atoms.movedim(space.axis, -1).reshape(-1, full[axis])[0]
+            add(
+                atoms,
+                lambda p, use=use, number=number: Member(
+                    use.name, f"size{use.part}", number, "size", use.weight, p
+                ),
+            )
+    return found
+
+
+def _site_member(walk: Walk, site: Site, positions: tuple[tuple[int, ...], ...]) -> Member:
+    tensor = getattr(walk.model.get_submodule(site.layer), site.tensor)
+    shape = tuple(tensor.shape)
+    return Member(site.layer, site.tensor, site.axis, site.role, shape, positions, site.groups)
+
+
+def _consumers(members: Sequence[Member]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(member.layer for member in members if member.role == "column"))
+
+
+def _pinned(walk: Walk, groups: Sequence[PruneGroup]) -> tuple[PinnedLayer, ...]:
+    """Return every enabled layer without a unit, with the reason."""
+    roles = ("row", "attached")
+    loses = {member.layer for group in groups for member in group.members if member.role in roles}
+    loses |= {name for group in groups for name in group.producers}
+    return tuple(
+        _why_pinned(walk, name)
+        for name, setting in walk.settings.items()
+        if isinstance(setting, FilterPruneConfig) and name not in loses
+    )
+
+
+def _why_pinned(walk: Walk, name: str) -> PinnedLayer:
+    node = walk.calls.get(name)
+    if node is None:
+        text = "it is called in no traced part of the model"
+        return PinnedLayer(name, "", "unknown_op", text)
+    pin = walk.fixed.get(node)
+    if name in walk.producers:
+        weight, axis, _ = walk.producers[name]
+        atoms = walk.rows_of(weight, axis)
+        reasons = [] if atoms is None else [walk.atoms.pin_of(int(a)) for a in atoms if int(a) >= 0]
+        pin = next((reason for reason in reasons if reason is not None), pin)
+    if pin is None:
+        return PinnedLayer(
+            name, node.name, "coupled_to_skipped", "its channels follow another layer"
+        )
+    return PinnedLayer(name, pin.node, pin.code, pin.text)
+
+
+def prune_plan(
+    model: nn.Module,
+    cfg: str | os.PathLike[str] | CompressionConfig,
+    example_inputs: Any = None,
+    **options: Unpack[PruneKeywords],
+) -> PrunePlan:
+    """Say what a configuration would prune, without changing the model.
+
+    Args:
+        model: A float model in any mode.
+        cfg: Path or text of a ``.cfg``, or a :class:`amct_fx.CompressionConfig`, with pruning.
+        example_inputs: A tensor, a tuple of arguments, or a dict of them by name. Without it
+            usual shapes are tried.
+        **options: Such as ``mode`` and ``importance``: see :class:`amct_fx.prune.PruneOptions`.
+
+    Returns:
+        The plan; the same for the same model.
+
+    Raises:
+        ConfigError: The configuration is wrong or does not fit the model.
+        ModelError: Nothing can be pruned, or no shape of inputs can be guessed.
+        InputDataError: The model cannot run on ``example_inputs``.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> cfg = '''prune_config { filter_pruner {
+        ...     balanced_l2_norm_filter_prune { prune_ratio: 0.5 ascend_optimized: false } } }'''
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 3))
+        >>> print(prune_plan(model, cfg, torch.ones(1, 3, 8, 8)))
+        0: 4 of 8 -> 2
+        stays 2: graph_output: it is an output of the model
+        parameters 370 -> 186, MACs 10,080 -> 5,040
+    """
+    chosen = PruneOptions.of(options)
+    check_float_model(model)
+    config = load_config(cfg)
+    if not config.has_prune_message:
+        message = "the configuration does not prune: it has no prune_config"
+        raise Source(config.file).error(message)
+    with discovered(model, PrepareOptions(), example_inputs, prune_mode=chosen.mode) as found:
+        settings = resolve(config, found.facts).prune_settings
+        return plan_channels(model, found.captured.regions, settings, example_inputs, chosen)

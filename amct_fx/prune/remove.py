@@ -1,0 +1,240 @@
+"""Physical removal: parameters, buffers, attributes and the numbers in the graphs.
+
+Source: spec/pruning.md section 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from amct_fx.errors import PruneError
+from amct_fx.graph.capture import Region
+from amct_fx.graph.region import GraphForward, call_form_of, fx_graph_of, install_graph, regions
+from amct_fx.graph.shapes import propagate_shapes
+from amct_fx.prune.channels.analysis import analyze, replay
+from amct_fx.prune.channels.steps import Misfit, Replay
+from amct_fx.prune.channels.units import find_groups, kept_atoms
+from amct_fx.prune.inputs import inputs_of
+
+if TYPE_CHECKING:
+    from amct_fx.prune.channels.units import Group
+    from amct_fx.prune.channels.walk import Walk
+    from amct_fx.prune.plan import PrunePlan
+
+__all__ = ["KeptIndices", "remove_channels"]
+
+KeptIndices = dict[str, dict[int, Tensor]]
+"""By name of the tensor and axis, the int64 indices that stayed, in their new order."""
+
+
+def remove_channels(
+    model: nn.Module,
+    plan: PrunePlan,
+    traced: Sequence[Region] | None = None,
+    *,
+    install: bool = True,
+) -> KeptIndices:
+    """Take the channels that a plan cuts out of a model, in place.
+
+    Weights, biases, statistics, attributes such as ``out_channels`` and sizes in the graph change
+    together; nothing has changed if an error is raised. Weights must be plain parameters: fold
+    masks first.
+
+    Args:
+        model: The model that the plan was made for, float or prepared.
+        plan: What to cut.
+        traced: The traced parts of a model that does not run its graphs yet.
+        install: Let parts whose graph changed run it.
+
+    Returns:
+        What stayed, to slice the state of an optimizer.
+
+    Raises:
+        PruneError: If the plan does not fit the model.
+
+    Example:
+        >>> import torch
+        >>> from amct_fx import prune_plan
+        >>> cfg = '''prune_config { filter_pruner {
+        ...     balanced_l2_norm_filter_prune { prune_ratio: 0.5 ascend_optimized: false } } }'''
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 3))
+        >>> plan = prune_plan(model, cfg, torch.ones(1, 3, 8, 8))
+        >>> kept = remove_channels(model, plan, install=False)
+        >>> model[0].out_channels, model[2].in_channels, sorted(kept)
+        (4, 4, ['0.bias', '0.weight', '2.weight'])
+    """
+    parts = list(traced) if traced is not None else _regions(model)
+    walk = _analysis(model, plan, parts)
+    state = _replayed(walk, _groups_as_planned(walk, plan))
+    kept = _changed_selections(walk, state)
+    _apply(walk, state, kept)
+    for node, (args, kwargs) in state.arguments.items():
+        node.args, node.kwargs = args, kwargs
+    changed = {node.graph for node in state.arguments}
+    for region in parts:
+        if region.form is not None and kept:
+            region.form = replace(region.form, exclusive=True)
+        if install and (isinstance(region.module, GraphForward) or region.graph in changed):
+            install_graph(region.module, region.graph, region.form)
+    return kept
+
+
+def _regions(model: nn.Module) -> list[Region]:
+    found = [
+        Region(name, module, fx_graph_of(module), call_form_of(module))
+        for name, module in regions(model)
+    ]
+    if found:
+        return found
+    from amct_fx.backend_config import is_layer
+    from amct_fx.graph.capture import capture
+
+    return capture(model, is_layer).regions
+
+
+def _analysis(model: nn.Module, plan: PrunePlan, parts: Sequence[Region]) -> Walk:
+    facts = plan.facts
+    if facts is None:
+        if not plan.inputs:
+            message = "the plan holds no shapes of inputs; make it anew with example_inputs"
+            raise PruneError(message)
+        device = next((parameter.device for parameter in model.parameters()), None)
+        example = tuple(item.to(device) for item in inputs_of(plan.inputs))
+        facts = propagate_shapes(model, parts, example)
+    return analyze(model, parts, plan.settings, plan.options, facts)
+
+
+def _groups_as_planned(walk: Walk, plan: PrunePlan) -> list[Group]:
+    """Return the groups of the model with the choice of the plan."""
+    rows = plan.kept_rows()
+    groups = find_groups(walk)
+    for group in groups:
+        for index, unit in enumerate(group.units):
+            answers = {
+                name not in rows or bool((rows[name] == row).any())
+                for name, numbers in unit.rows.items()
+                for row in numbers
+            }
+            if len(answers) > 1:
+                message = (
+                    f"the plan does not fit the model: {', '.join(group.producers)} share channels "
+                    "but would keep different ones"
+                )
+                raise PruneError(message)
+            if answers == {True}:
+                group.kept.append(index)
+    _check_all_cut(walk, rows, groups)
+    return groups
+
+
+def _check_all_cut(walk: Walk, rows: dict[str, Tensor], groups: Sequence[Group]) -> None:
+    """Raise if the plan cuts channels that the model cannot lose."""
+    gone: dict[str, int] = {}
+    for group in groups:
+        for index in set(range(len(group.units))) - set(group.kept):
+            for name, numbers in group.units[index].rows.items():
+                gone[name] = gone.get(name, 0) + len(numbers)
+    for name, kept in rows.items():
+        known = walk.producers.get(name)
+        atoms = None if known is None else walk.rows_of(known[0], known[1])
+        if atoms is None or atoms.numel() - kept.numel() != gone.get(name, 0):
+            message = f"the plan cuts channels of {name!r} that the model cannot lose"
+            raise PruneError(message)
+
+
+def _replayed(walk: Walk, groups: Sequence[Group]) -> Replay:
+    try:
+        return replay(walk, kept_atoms(walk, groups))
+    except Misfit as misfit:
+        message = f"the plan does not fit the model: {misfit}"
+        raise PruneError(message) from misfit
+
+
+def _changed_selections(walk: Walk, state: Replay) -> KeptIndices:
+    kept: KeptIndices = {}
+    for (name, axis), indices in state.selections.items():
+        full = torch.arange(walk.sites[name, axis].atoms.numel())
+        if not torch.equal(indices, full):
+            kept.setdefault(name, {})[axis] = indices
+    return kept
+
+
+def _apply(walk: Walk, state: Replay, kept: KeptIndices) -> None:
+    with torch.no_grad():
+        for name, axes in kept.items():
+            path, _, key = name.rpartition(".")
+            owner = walk.model.get_submodule(path)
+            tensor = getattr(owner, key)
+            groups = max(walk.sites[name, axis].groups for axis in axes)
+            _shrink(tensor, axes, groups)
+            if key == "weight":
+                _shrink_quantizer(walk, owner, name, axes)
+    for (path, attribute), value in state.attributes.items():
+        if attribute:
+            setattr(walk.model.get_submodule(path), attribute, value)
+
+
+def _shrink(tensor: Tensor, axes: dict[int, Tensor], groups: int) -> None:
+    """Cut a tensor in place, so that everything that holds it sees the new one."""
+    data = tensor.detach()
+    channels_last = (
+        data.dim() == 4
+        and not data.is_contiguous()
+        and data.is_contiguous(memory_format=torch.channels_last)
+    )
+    data = cut_tensor(data, axes, groups)
+    if channels_last:
+        data = data.contiguous(memory_format=torch.channels_last)
+    tensor.grad = None
+    tensor.data = data
+
+
+def cut_tensor(tensor: Tensor, axes: Mapping[int, Tensor], groups: int = 1) -> Tensor:
+    """Return what stays of a tensor.
+
+    Args:
+        tensor: Of the full shape of a parameter.
+        axes: The indices that stay, by axis.
+        groups: Groups of the convolution that it is the weight of, where they have indices of
+            their own.
+    """
+    if groups > 1:
+        return _select_in_groups(tensor, axes, groups)
+    for axis, indices in axes.items():
+        tensor = tensor.index_select(axis, indices.to(tensor.device))
+    return tensor
+
+
+def _select_in_groups(data: Tensor, axes: Mapping[int, Tensor], groups: int) -> Tensor:
+    """Cut a grouped weight: every block of axis 0 has its own indices of axis 1."""
+    width = data.shape[1]
+    first = axes.get(0, torch.arange(data.shape[0])).reshape(groups, -1)
+    second = axes.get(1, torch.arange(width * groups)).reshape(groups, -1) % width
+    blocks = [
+        data.index_select(0, rows.to(data.device)).index_select(1, columns.to(data.device))
+        for rows, columns in zip(first, second, strict=True)
+    ]
+    return torch.cat(blocks)
+
+
+def _shrink_quantizer(walk: Walk, layer: nn.Module, name: str, axes: dict[int, Tensor]) -> None:
+    """Cut what a fake-quantizer of the weight holds for each output channel."""
+    rows = [(a, i) for a, i in axes.items() if walk.sites[name, a].role != "column"]
+    quantizer = getattr(layer, "weight_fake_quant", None)
+    if not rows or not isinstance(quantizer, nn.Module):
+        return
+    axis, indices = rows[0]
+    full = walk.sites[name, axis].atoms.numel()
+    for tensor in _tensors(quantizer):
+        if full > 1 and tensor.dim() == 1 and tensor.shape[0] == full:
+            _shrink(tensor, {0: indices}, 1)
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
