@@ -24,6 +24,7 @@ from amct_fx.amct_pytorch.quant import (
     create_quant_retrain_config,
     create_quant_retrain_model,
     restore_quant_retrain_model,
+    save_quant_retrain_model,
 )
 
 __all__ = [
@@ -40,4 +41,5 @@ __all__ = [
     "create_quant_retrain_config",
     "create_quant_retrain_model",
     "restore_quant_retrain_model",
+    "save_quant_retrain_model",
 ]

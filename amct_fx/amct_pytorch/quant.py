@@ -5,18 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from amct_fx.amct_pytorch._agreement import check_agreement
 from amct_fx.amct_pytorch._arguments import (
+    check_export_names,
     check_input_data,
     config_paths,
     copied,
     file_path,
     float_model,
+    save_paths,
     trace,
+    unwrapped,
 )
 from amct_fx.amct_pytorch._pth import check_pth_arguments, load_state, read_state
+from amct_fx.amct_pytorch._save import save_files
 from amct_fx.backend_config import model_facts
+from amct_fx.checks import check_prepared_model
 from amct_fx.config import load_config, resolve, save_json_config
 from amct_fx.config.files import write_text
+from amct_fx.convert import convert_amct
 from amct_fx.prepare import prepare_qat_amct
 
 if TYPE_CHECKING:
@@ -29,6 +36,7 @@ __all__ = [
     "create_quant_retrain_config",
     "create_quant_retrain_model",
     "restore_quant_retrain_model",
+    "save_quant_retrain_model",
 ]
 
 
@@ -90,7 +98,8 @@ def create_quant_retrain_model(
         config_file: Path of the JSON that :func:`create_quant_retrain_config` wrote, or of a
             ``.cfg`` file.
         model: The float model, or ``DistributedDataParallel`` around it; it is not changed.
-        record_file: Path of the record file; an empty one is written.
+        record_file: Path of the record file; an empty one is written, and filled at the end by
+            :func:`save_quant_retrain_model`.
         input_data: Example input, or a tuple of the arguments of ``forward``.
 
     Returns:
@@ -157,6 +166,63 @@ def restore_quant_retrain_model(
     load_state(prepared, read_state(pth_file, state_dict_name), pth_file)
     write_text(record_file, "")
     return prepared
+
+
+def save_quant_retrain_model(
+    config_file: str,
+    model: nn.Module,
+    record_file: str,
+    save_path: str,
+    input_data: torch.Tensor | tuple[Any, ...],
+    input_names: list[str] | None = None,
+    output_names: list[str] | None = None,
+    dynamic_axes: dict[str, Any] | None = None,
+) -> None:
+    """Write the record file and both ONNX files of a trained model, from its values of today.
+
+    No evaluation is needed before, and the process need not be the one of the training.
+
+    Args:
+        config_file: Path of the configuration that the model was prepared with.
+        model: The trained model, or ``DistributedDataParallel`` around it; it is not changed.
+        record_file: Path of the record file; an older one is replaced.
+        save_path: Folder and prefix of the files ``<prefix>_deploy_model.onnx``, for ATC, and
+            ``<prefix>_fake_quant_model.onnx``, for onnxruntime; older ones are replaced, with a
+            warning.
+        input_data: Example input, or a tuple of the arguments of ``forward``.
+        input_names: Names of the inputs in the files.
+        output_names: Names of the outputs in the files.
+        dynamic_axes: Axes whose length may change, as for ``torch.onnx.export``.
+
+    Raises:
+        ArgumentError: ``save_path`` is too long, or names and axes cannot be used.
+        ArgumentTypeError: An argument has the wrong type; names it.
+        ConfigError: ``config_file`` or ``record_file`` names no file.
+        ConfigFileNotFoundError: There is no such configuration file.
+        ConvertError: The model was never calibrated, or has diverged; names the layer.
+        ExportError: The model cannot be exported.
+        InputDataError: ``input_data`` is neither a tensor nor a tuple.
+        ModelStateError: The model has no quantized layer, or the configuration is of another
+            model.
+        ModelTypeError: ``model`` is no module.
+    """
+    file_path("config_file", config_file)
+    file_path("record_file", record_file)
+    paths = save_paths(save_path)
+    check_input_data(input_data)
+    check_export_names(input_names, output_names, dynamic_axes)
+    model = unwrapped(model)
+    check_prepared_model(model)
+    check_agreement(_configuration(config_file), model, config_file)
+    save_files(
+        convert_amct(model),
+        paths,
+        input_data,
+        record_file=record_file,
+        input_names=input_names,
+        output_names=output_names,
+        dynamic_axes=dynamic_axes,
+    )
 
 
 def _prepared(config_file: str, model: object, record_file: str, input_data: Any) -> nn.Module:

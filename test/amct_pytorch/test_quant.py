@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import inspect
+import json
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
+import onnx
+import onnxruntime
 import pytest
 import torch
 import torch.distributed as dist
+from onnx import helper
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import amct_fx.amct_pytorch as amct
 from amct_fx import prepare_qat_amct
-from amct_fx.errors import AmctError
+from amct_fx.errors import AmctError, AmctWarning
+from amct_fx.record import layer_records, read_record
 from test.golden.networks import NoLayers, PlainChain
-from test.golden.reader import load_final_state, networks
+from test.golden.reader import load_final_state, load_run, networks
 
+ROOT = Path(__file__).parents[2]
 X = torch.rand(2, 3, 8, 8)
 
 
@@ -63,15 +72,17 @@ def train(model: nn.Module, steps: int = 3) -> None:
 
 def test_the_signatures_are_amcts() -> None:
     head = ["config_file", "model", "record_file"]
+    tail = ["input_names", "output_names", "dynamic_axes"]
     expected = {
         amct.create_quant_retrain_model: [*head, "input_data"],
         amct.restore_quant_retrain_model: [*head, "input_data", "pth_file", "state_dict_name"],
+        amct.save_quant_retrain_model: [*head, "save_path", "input_data", *tail],
     }
     for function, names in expected.items():
         parameters = inspect.signature(function).parameters
         assert list(parameters) == names
         optional = [name for name, p in parameters.items() if p.default is None]
-        assert optional == [name for name in names if name in ("state_dict_name",)]
+        assert optional == [name for name in names if name in (*tail, "state_dict_name")]
 
 
 def test_create_prepares_a_copy_and_empties_the_record(folder: Folder) -> None:
@@ -242,3 +253,218 @@ def test_nothing_is_warned_of(folder: Folder) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         folder.create(PlainChain())
+
+
+def script(stage: str, name: str, folder: Path) -> Any:
+    """Run one process of the script."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
+    done = subprocess.run(
+        [sys.executable, "-m", "test.amct_pytorch.script", stage, name, str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", ["tiny_default", "tiny_clip6"])
+def test_a_script_of_amct_meets_the_recorded_run(name: str, tmp_path: Path) -> None:
+    run = load_run(name)
+    first, second = (script(stage, name, tmp_path) for stage in ("train", "resume"))
+    losses = first["losses"] + second["losses"]
+    assert losses == pytest.approx([step["loss"] for step in run.steps], rel=1e-6)
+
+    found = read_record(tmp_path / "record.txt")
+    for layer, expected in run.eval.items():  # late training is in the file
+        assert found[layer].scale_d == pytest.approx(expected["scale_d"], rel=1e-6)
+        assert found[layer].offset_d == expected["offset_d"]
+        assert found[layer].scale_w == pytest.approx(expected["scale_w"], rel=1e-5)
+
+    step = 2 * float(run.y_fake_quant.abs().max()) / 255
+    session = onnxruntime.InferenceSession(str(tmp_path / "out" / "net_fake_quant_model.onnx"))
+    for batch in (run.x_fixed, run.x_fixed.repeat(3, 1, 1, 1)):
+        (output,) = session.run(["y"], {"x": batch.numpy()})
+        assert abs(output - run.y_fake_quant.numpy()).max() <= step
+    deploy = onnx.load(str(tmp_path / "out" / "net_deploy_model.onnx"))
+    quantizers = {n.name: n for n in deploy.graph.node if n.op_type == "AscendQuant"}
+    assert sorted(quantizers) == sorted(f"{layer}.quant" for layer in run.eval)
+    for layer, expected in run.eval.items():
+        scale = helper.get_node_attr_value(quantizers[f"{layer}.quant"], "scale")
+        assert scale == pytest.approx(1 / expected["scale_d"], rel=1e-6)
+
+
+@pytest.fixture
+def trained(folder: Folder) -> nn.Module:
+    torch.manual_seed(0)
+    model = folder.create(PlainChain())
+    train(model, 1)
+    return model
+
+
+def save(folder: Folder, model: nn.Module, **changes: Any) -> None:
+    given = {
+        "config_file": folder.config,
+        "model": model,
+        "record_file": folder.record,
+        "save_path": folder.save,
+        "input_data": X,
+    }
+    amct.save_quant_retrain_model(**given | changes)
+
+
+def test_save_writes_three_files_and_leaves_the_model(folder: Folder, trained: nn.Module) -> None:
+    trained.train()
+    before = {key: value.clone() for key, value in trained.state_dict().items()}
+    assert save(folder, trained) is None
+    assert trained.training
+    assert all(torch.equal(before[key], value) for key, value in trained.state_dict().items())
+    written = sorted(path.name for path in (folder.path / "out").iterdir())
+    assert written == ["net_deploy_model.onnx", "net_fake_quant_model.onnx", "record.txt"]
+    for name in written:
+        assert (folder.path / "out" / name).stat().st_mode & 0o777 == 0o640
+
+
+def test_train_mode_and_evaluations_before_change_nothing(
+    folder: Folder, trained: nn.Module
+) -> None:
+    trained.eval()(X)
+    save(folder, trained)
+    names = ("net_deploy_model.onnx", "net_fake_quant_model.onnx", "record.txt")
+    first = {name: (folder.path / "out" / name).read_bytes() for name in names}
+    with pytest.warns(AmctWarning, match="exists and is replaced"):
+        save(folder, trained.train())
+    assert first == {name: (folder.path / "out" / name).read_bytes() for name in names}
+
+
+def test_the_files_hold_the_values_of_the_moment(folder: Folder, trained: nn.Module) -> None:
+    save(folder, trained)
+    early = read_record(folder.record, trained)
+    train(trained)
+    with pytest.warns(AmctWarning, match="exists and is replaced"):
+        save(folder, trained)
+    late = read_record(folder.record, trained)
+    assert early != late
+    assert late == layer_records(trained)
+
+
+def test_without_a_prefix_the_files_lie_in_the_folder(folder: Folder, trained: nn.Module) -> None:
+    save(folder, trained, save_path=f"{folder.path}/deep/new/")
+    names = sorted(path.name for path in (folder.path / "deep" / "new").iterdir())
+    assert names == ["deploy_model.onnx", "fake_quant_model.onnx"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"config_file": 3}, TypeError, "config_file must be str"),
+        ({"config_file": ""}, ValueError, "config_file must name a file"),
+        ({"config_file": "out/"}, ValueError, "config_file must name a file"),
+        ({"config_file": "missing.json"}, FileNotFoundError, "no such configuration file"),
+        ({"record_file": 3}, TypeError, "record_file must be str"),
+        ({"record_file": ""}, ValueError, "record_file must name a file"),
+        ({"record_file": "out/"}, ValueError, "record_file must name a file"),
+        ({"save_path": None}, TypeError, "save_path must be str"),
+        ({"save_path": "n" * 242}, ValueError, "too long"),
+        ({"input_data": [X]}, RuntimeError, "input_data must be"),
+        ({"input_names": "x"}, TypeError, "input_names must be list or None"),
+        ({"output_names": ("y",)}, TypeError, "output_names must be list or None"),
+        ({"dynamic_axes": [0]}, TypeError, "dynamic_axes must be dict or None"),
+        ({"input_names": [3]}, RuntimeError, "input_names must be a list of names"),
+        ({"dynamic_axes": {"x": {-1: "n"}}}, RuntimeError, r"dynamic_axes\['x'\] must be"),
+        ({"model": 3}, TypeError, "model must be a torch.nn.Module"),
+        ({"model": PlainChain()}, RuntimeError, "is not prepared"),
+        ({"model": "fresh"}, RuntimeError, "never calibrated"),
+        ({"input_data": torch.rand(1, 5, 8, 8)}, RuntimeError, "."),
+        ({"input_names": ["a", "b"]}, RuntimeError, "."),
+    ],
+)
+def test_wrong_arguments_of_save_write_nothing(
+    changes: dict[str, Any], kind: Any, message: str, folder: Folder, trained: nn.Module
+) -> None:
+    if changes.get("model") == "fresh":
+        changes = {"model": prepare_qat_amct(PlainChain())}
+    changes = {"save_path": f"{folder.path}/new/net"} | changes
+    before = sorted(folder.path.rglob("*"))
+    with pytest.raises(kind, match=message) as caught:
+        save(folder, changes.pop("model", trained), **changes)
+    assert isinstance(caught.value, AmctError)
+    assert sorted(folder.path.rglob("*")) == before
+    assert Path(folder.record).read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda c: c["c2"].update(retrain_enable=False),
+            "layer 'c2' is quantized in the model, and",
+        ),
+        (lambda c: c.pop("c2"), "layer 'c2' is quantized in the model, and not enabled"),
+        (lambda c: c.update(batch_num=2), "layer 'c1' has batch_num 2 in the file, 1 in the model"),
+        (
+            lambda c: c["c2"]["retrain_data_config"].update(dst_type="INT16"),
+            "layer 'c2' has input dst_type INT16 in the file, INT8 in the model",
+        ),
+        (
+            lambda c: c["fc"]["retrain_weight_config"].update(algo="ulq_retrain"),
+            "'fc' has weight algo ulq_retrain in the file, arq_retrain in the model",
+        ),
+        (
+            lambda c: c["c2"]["retrain_weight_config"].update(channel_wise=False),
+            "'c2' has channel_wise False in the file, True in the model",
+        ),
+        (
+            lambda c: c["c2"]["retrain_weight_config"].update(dst_type="INT4"),
+            "'c2' has weight dst_type INT4 in the file, INT8 in the model",
+        ),
+        (
+            lambda c: c["c1"]["retrain_data_config"].update(fixed_min=True),
+            "'c1' has fixed_min True in the file, False in the model",
+        ),
+        (lambda c: c.update(c9=c["c1"]), "layer 'c9' is enabled in the file, and not quantized"),
+    ],
+)
+def test_a_configuration_that_contradicts_the_model_is_named(
+    change: Any, message: str, folder: Folder, trained: nn.Module
+) -> None:
+    content = json.loads(Path(folder.config).read_text())
+    change(content)
+    Path(folder.config).write_text(json.dumps(content))
+    with pytest.raises(RuntimeError, match=message) as caught:
+        save(folder, trained)
+    assert isinstance(caught.value, AmctError)
+    assert not list(folder.path.rglob("*.onnx"))
+
+
+def test_the_configuration_may_be_a_cfg_file_too(folder: Folder) -> None:
+    path = folder.path / "quant.cfg"
+    path.write_text("batch_num: 1")
+    model = amct.create_quant_retrain_model(str(path), PlainChain(), folder.record, X)
+    train(model, 1)
+    save(folder, model, config_file=str(path))
+    folder.configure(PlainChain(), "batch_num: 1")
+    with pytest.warns(AmctWarning, match="exists"):
+        save(folder, model)  # the JSON that says the same
+    path.write_text("batch_num: 2")
+    with pytest.raises(RuntimeError, match=r"differs from the .cfg file"):
+        save(folder, model, config_file=str(path))
+
+
+def test_an_error_in_the_middle_leaves_the_old_files(
+    folder: Folder, trained: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(folder, trained)
+    files = [path for path in (folder.path / "out").iterdir() if path.is_file()]
+    before = {path: path.read_bytes() for path in files}
+    train(trained)
+
+    def full(*_args: Any, **_kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("amct_fx.amct_pytorch._save.write_record", full)
+    with pytest.raises(OSError, match="No space left"):
+        save(folder, trained)
+    assert {path: path.read_bytes() for path in (folder.path / "out").iterdir()} == before
