@@ -1,35 +1,124 @@
 """Where pruning meets quantization: masks on a model with quantizers, and their end at convert.
 
-The order on a weight is filter mask, 2:4 mask, fake-quantizer. Source: spec/pruning.md section 9.
+The order on a weight is filter mask, 2:4 mask, fake-quantizer. Which channels stay is part of the
+state dict: the buffer ``kept_channels`` of every layer that loses some. Source: spec/pruning.md
+section 9.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from amct_fx.prune.masks import attach_m4n2, fold_masks
+import torch
+from torch import Tensor, nn
+
+from amct_fx.config import FilterPruneConfig
+from amct_fx.errors import PruneError
+from amct_fx.nn.geometry import weight_geometry
+from amct_fx.nn.qat import QATLayer
+from amct_fx.observers import ULQFakeQuantize, ULQWeightFakeQuantize
+from amct_fx.prune.masks import attach_filter_masks, attach_m4n2, fold_masks
+from amct_fx.prune.parametrization import input_axis
+from amct_fx.prune.planning import plan_channels
+from amct_fx.prune.remove import remove_channels
+from amct_fx.report.preparation import preparation_of
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from amct_fx.config import PruneConfig
+    from amct_fx.graph import Capture
     from amct_fx.prune.options import PruneOptions
+    from amct_fx.prune.plan import PrunePlan
 
-__all__ = ["attach_pruning", "remove_pruned"]
+__all__ = ["attach_pruning", "check_plan", "current_plan", "plan_pruning", "remove_pruned"]
+
+_KEPT = "kept_channels"
+
+
+def plan_pruning(
+    model: nn.Module,
+    captured: Capture,
+    settings: Mapping[str, PruneConfig],
+    example_inputs: Any,
+    options: PruneOptions,
+) -> PrunePlan | None:
+    """Choose the channels to cut.
+
+    Args:
+        model: The float model.
+        captured: Its traced parts.
+        settings: How each layer is pruned, by name.
+        example_inputs: A tensor or a tuple of arguments, or ``None``.
+        options: Those of pruning.
+
+    Returns:
+        The plan; ``None`` if no channels are pruned.
+    """
+    if not any(isinstance(setting, FilterPruneConfig) for setting in settings.values()):
+        return None
+    return plan_channels(model, captured.regions, settings, example_inputs, options)
+
+
+def check_plan(model: nn.Module, plan: PrunePlan) -> None:
+    """Refuse a plan that was made for another model.
+
+    Raises:
+        PruneError: Names the first tensor that the model lacks, or that has another shape.
+    """
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    for group in plan.groups:
+        for member in group.members:
+            if not member.parameter:
+                continue
+            found = tensors.get(member.key)
+            if found is None or tuple(found.shape) != member.shape:
+                what = "no such tensor" if found is None else f"shape {tuple(found.shape)} there"
+                message = (
+                    f"the plan was made for another model: {member.key} of shape {member.shape}, "
+                    f"but the model has {what}"
+                )
+                raise PruneError(message)
 
 
 def attach_pruning(
-    model: nn.Module, settings: Mapping[str, PruneConfig], options: PruneOptions
+    model: nn.Module,
+    settings: Mapping[str, PruneConfig],
+    plan: PrunePlan | None,
+    options: PruneOptions,
 ) -> None:
     """Mask what the configuration prunes.
 
     Args:
         model: The model, quantizers already inserted; changed in place.
         settings: How each layer is pruned, by name.
+        plan: Which channels go, or ``None``; with ``apply="prepare"`` they are gone already.
         options: Those of pruning.
     """
-    attach_m4n2(model, settings, {}, options)
+    columns: dict[str, Tensor] = {}
+    if plan is not None and options.apply == "convert":
+        columns = plan.column_masks()
+        attach_filter_masks(model, _joined(columns, plan.row_masks()))
+        for name, kept in plan.kept_rows().items():
+            layer: Any = model.get_submodule(name)
+            channels = getattr(layer, "out_channels", None) or layer.out_features
+            layer.register_buffer(_KEPT, _as_mask(kept, channels, _device(layer)))
+        _restrict_calibration(model, plan)
+        _count_kept_columns(model, columns)
+    attach_m4n2(model, settings, columns, options)
+
+
+def current_plan(model: nn.Module) -> PrunePlan | None:
+    """Return the plan of a prepared model with the channels that its state keeps now.
+
+    Args:
+        model: A prepared model; a loaded checkpoint decides the channels.
+    """
+    preparation = preparation_of(model)
+    if preparation is None or preparation.plan is None:
+        return None
+    kept = {name: layer.kept_channels for name, layer in _cut_layers(model).items()}
+    return preparation.plan.with_rows(kept) if kept else preparation.plan
 
 
 def remove_pruned(model: nn.Module) -> None:
@@ -38,4 +127,72 @@ def remove_pruned(model: nn.Module) -> None:
     Args:
         model: Our own copy of a prepared model; changed in place.
     """
+    plan, layers = current_plan(model), _cut_layers(model)
     fold_masks(model)
+    for layer in layers.values():
+        delattr(layer, _KEPT)
+    if plan is not None and layers:
+        remove_channels(model, plan)
+        for layer in model.modules():
+            if isinstance(layer, QATLayer):
+                _fit_weight_quantizers(layer)
+
+
+def _fit_weight_quantizers(layer: QATLayer) -> None:
+    """Tell the fake-quantizers of the weights about the channels that are left."""
+    geometry = weight_geometry(layer)
+    for name in layer.weight_quantizers.values():
+        quantizer: Any = getattr(layer, name)
+        if getattr(quantizer, "num_channels", None) not in (None, 1):
+            quantizer.num_channels = geometry.num_channels
+        if getattr(quantizer, "ch_axis", None) == 1:
+            quantizer.groups = geometry.groups
+
+
+def _cut_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the layers that lose output channels, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if _KEPT in module._buffers and not isinstance(module, ULQFakeQuantize)
+    }
+
+
+def _joined(columns: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return one mask for each parameter."""
+    joined = dict(columns)
+    for name, mask in rows.items():
+        joined[name] = joined[name] & mask if name in joined else mask
+    return joined
+
+
+def _restrict_calibration(model: nn.Module, plan: PrunePlan) -> None:
+    """Let the range search see only channels that stay."""
+    for name, kept in plan.kept_inputs().items():
+        layer: Any = model.get_submodule(name)
+        quantizer = getattr(layer, "input_fake_quant", None)  # the owner's, where it is shared
+        if isinstance(layer, QATLayer) and isinstance(quantizer, ULQFakeQuantize):
+            is_linear = isinstance(layer, nn.Linear)
+            channels = layer.in_features if is_linear else getattr(layer, "in_channels")  # noqa: B009
+            mask = _as_mask(kept, channels, _device(layer))
+            quantizer.calibrate_on(mask, axis=-1 if is_linear else 1)
+
+
+def _count_kept_columns(model: nn.Module, columns: Mapping[str, Tensor]) -> None:
+    """Let the gradient of learned weight scales count only elements that stay."""
+    for name, mask in columns.items():
+        owner, _, parameter = name.rpartition(".")
+        layer = model.get_submodule(owner)
+        quantizer = getattr(layer, f"{parameter}_fake_quant", None)
+        if isinstance(quantizer, ULQWeightFakeQuantize):
+            quantizer.kept_share = float(mask.float().mean(input_axis(layer)).max())
+
+
+def _as_mask(kept: Tensor, channels: int, device: torch.device) -> Tensor:
+    mask = torch.zeros(channels, dtype=torch.uint8)
+    mask[kept] = 1
+    return mask.to(device)
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device

@@ -51,6 +51,7 @@ class ULQFakeQuantize(AmctFakeQuantize):
         scale: Scale of the last writing forward, float32 ``(1,)``.
         zero_point: Offset of the last writing forward, int32 ``(1,)``.
         calibrated: Greater than 0 once the range is known, float32 ``(1,)``.
+        kept_channels: uint8 ``[C]``, the channels that :meth:`calibrate_on` named, or ``None``.
 
     Example:
         >>> fake_quant = ULQFakeQuantize(batch_num=2)
@@ -68,6 +69,7 @@ scale=0.00961109, zero_point=0, learning)
 
     clip_max_prev: Tensor
     clip_min_prev: Tensor
+    kept_channels: Tensor | None
 
     def __init__(
         self,
@@ -108,6 +110,26 @@ scale=0.00961109, zero_point=0, learning)
         self.register_buffer("scale", scale)
         self.register_buffer("zero_point", zero_point)
         self.register_buffer("calibrated", flag.fill_(float(self._calibrated)))
+        self.register_buffer("kept_channels", None)
+        self.channel_axis = 1
+
+    def calibrate_on(self, kept: Tensor, axis: int) -> None:
+        """Calibrate on some channels only: those that pruning keeps.
+
+        Args:
+            kept: Nonzero for each channel that counts.
+            axis: Axis of the channels in the input.
+
+        Example:
+            >>> fake_quant = ULQFakeQuantize()
+            >>> fake_quant.calibrate_on(torch.tensor([1, 0]), axis=1)
+            >>> _ = fake_quant(torch.tensor([[1.0, 100.0], [-1.0, 100.0]]))
+            >>> fake_quant.clip_max.item() < 1.1
+            True
+        """
+        kept = (kept != 0).to(device=self.clip_max.device, dtype=torch.uint8)
+        self.register_buffer("kept_channels", kept)
+        self.channel_axis = axis
 
     def forward(self, x: Tensor) -> Tensor:
         """Fake-quantize ``x``.
@@ -234,14 +256,15 @@ scale=0.00961109, zero_point=0, learning)
             return self.forward(x)
         if not self._observer_on or x.numel() == 0:
             return x
+        seen = self._kept_part(x)
         try:
-            clips = finite_extremes(x)
+            clips = finite_extremes(seen)
         except CalibrationError as error:
             message = f"{self._label()}{error}"
             raise CalibrationError(message) from None
         recomputed = in_recomputation()
         if not recomputed:
-            found = self._collector.add(x)
+            found = self._collector.add(seen)
             self._batches_seen += 1
             if found is not None:
                 clips = found.clip_max, found.clip_min
@@ -253,6 +276,12 @@ scale=0.00961109, zero_point=0, learning)
         if not recomputed:
             self._write(effective, ulq_scale_offset(*effective, self.num_bits, self.symmetric))
         return x
+
+    def _kept_part(self, x: Tensor) -> Tensor:
+        """Return the channels that count."""
+        if self.kept_channels is None:
+            return x
+        return x.index_select(self.channel_axis, self.kept_channels.nonzero().flatten())
 
     def _after_load(self) -> None:
         """Drop batches collected before the load."""

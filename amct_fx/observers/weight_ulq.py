@@ -44,6 +44,8 @@ class ULQWeightFakeQuantize(AmctFakeQuantize):
         scale: Learned scale, float32 ``(num_channels,)`` or ``(1,)``.
         zero_point: int32 zeros of the same shape. Not in the state dict.
         calibrated: Greater than 0 once the scale has been initialised, float32 ``(1,)``.
+        kept_share: Share of the input channels that pruning keeps; the gradient of the scale counts
+            only their elements in a row.
 
     Example:
         >>> fake_quant = ULQWeightFakeQuantize(ch_axis=0, num_channels=2)
@@ -84,6 +86,7 @@ class ULQWeightFakeQuantize(AmctFakeQuantize):
         if ch_axis is not None and num_channels is not None:
             self.num_channels = check_positive_int("num_channels", num_channels)
         self._calibrated = False
+        self.kept_share = 1.0
         device = (factory_kwargs or {}).get("device")
         scale = torch.ones(self.num_channels, device=device, dtype=torch.float32)
         self.scale = torch.nn.Parameter(scale)
@@ -125,7 +128,10 @@ class ULQWeightFakeQuantize(AmctFakeQuantize):
         if not self._fake_quant_on:
             return x
         effective = self._effective_scale(x)
-        y = weight_ulq_apply(x, self.scale, effective, self.num_bits, self.ch_axis, self.groups)
+        scale = self.scale
+        if self.kept_share != 1.0:
+            scale = scale * self.kept_share**-0.5  # for its gradient; the value is not used
+        y = weight_ulq_apply(x, scale, effective, self.num_bits, self.ch_axis, self.groups)
         if self.training:
             with torch.no_grad():
                 self.scale.copy_(effective)

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import Quantize, QuantizedLayer
 from amct_fx.observers import ARQFakeQuantize, ULQFakeQuantize, ULQWeightFakeQuantize
 from amct_fx.observers.functional import ulq_effective_clips
+from amct_fx.prune.parametrization import M4N2
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -158,5 +160,18 @@ _ALGORITHMS: dict[type[nn.Module], str] = {ARQFakeQuantize: "ARQ", ULQWeightFake
 
 
 def describe_pruning(module: nn.Module) -> Pruning | None:
-    """Describe what is cut away or masked in a layer, ``None`` if nothing is."""
-    return None
+    """Describe what is masked in a prepared layer, ``None`` if nothing is.
+
+    Example:
+        >>> from torch import nn
+        >>> from amct_fx.prune.parametrization import m4n2
+        >>> layer = nn.Linear(8, 2)
+        >>> _ = m4n2(layer)
+        >>> str(describe_pruning(layer))
+        '2/4 2:4'
+    """
+    kept = module._buffers.get("kept_channels")
+    if kept is not None:
+        return Pruning(int(kept.sum()), kept.numel(), "filter")
+    chain: Any = module.parametrizations.weight if is_parametrized(module, "weight") else ()  # type: ignore[union-attr]
+    return Pruning(2, 4, "2:4") if any(isinstance(part, M4N2) for part in chain) else None

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from amct_fx.config import CompressionConfig, LayerFacts, LayerSpec, ModelFacts, Resolution
     from amct_fx.graph import Capture, Island
+    from amct_fx.prune.plan import PrunePlan
 
 __all__ = [
     "LayerDecision",
@@ -56,6 +57,7 @@ class Preparation:
         islands: Parts with layers that could not be traced.
         recipe: What the call was asked for.
         converted: Whether the model was converted since.
+        plan: Which channels go; ``None`` without channel pruning.
     """
 
     layers: tuple[LayerDecision, ...]
@@ -63,6 +65,7 @@ class Preparation:
     islands: tuple[Island, ...]
     recipe: Recipe
     converted: bool = False
+    plan: PrunePlan | None = None
 
     @classmethod
     def of(
@@ -73,6 +76,7 @@ class Preparation:
         captured: Capture,
         recipe: Recipe,
         resolution: Resolution | None = None,
+        plan: PrunePlan | None = None,
     ) -> Preparation:
         """Collect the decisions of one prepare call; ``resolution`` knows more reasons."""
         specs = {} if resolution is None else resolution.layers
@@ -88,7 +92,7 @@ class Preparation:
             if layer.name not in elsewhere
         )
         islands = tuple(island for island in captured.islands if island.holds_layers)
-        return cls(layers, rest, islands, recipe)
+        return cls(layers, rest, islands, recipe, plan=plan)
 
     @property
     def headline(self) -> str:

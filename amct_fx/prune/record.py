@@ -1,0 +1,223 @@
+"""What was pruned, as AMCT's record file says it: removed channels by layer, 2:4 masks by layer.
+
+For exchange only; a state dict restores a model of this package. Source: spec/pruning.md section
+10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from amct_fx.config.messages import listing, warn
+from amct_fx.errors import PruneError, RecordError
+from amct_fx.prune.bits import pack_mask, unpack_mask
+from amct_fx.prune.parametrization import M4N2
+
+if TYPE_CHECKING:
+    import os
+
+    from torch import Tensor
+
+    from amct_fx.config.record_pb2 import PruneNode, ScaleOffsetRecord
+    from amct_fx.prune.plan import Member, PruneGroup, PrunePlan
+
+__all__ = ["PruneRecord", "add_prune_record", "plan_from_record", "read_prune_record"]
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@dataclass(frozen=True)
+class PruneRecord:
+    """The pruning part of a record file.
+
+    Attributes:
+        removed: The removed output channels of every producer, none for an empty tuple.
+        masks: The 2:4 masks, bool, by name of the layer.
+        groups: The producers that lose the same channels.
+        path: The file.
+    """
+
+    removed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    masks: Mapping[str, Tensor] = field(default_factory=dict)
+    groups: tuple[tuple[str, ...], ...] = ()
+    path: str = ""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was pruned."""
+        return not self.removed and not self.masks
+
+
+def read_prune_record(path: str | os.PathLike[str]) -> PruneRecord:
+    """Read the pruning part of a record file, made by AMCT or by this package.
+
+    The consumers of a group are not read: the analysis of the model finds them.
+
+    Args:
+        path: The file.
+
+    Raises:
+        AmctFileNotFoundError: There is no such file.
+        RecordParseError: It is no record file.
+        RecordError: A mask does not fit its shape.
+    """
+    from amct_fx.record import read_record_message
+
+    removed: dict[str, tuple[int, ...]] = {}
+    masks: dict[str, Tensor] = {}
+    groups = []
+    for entry in read_record_message(path).prune_record:
+        for node in entry.producer:
+            ints = _attributes(node).get("prune_index", ())
+            removed[node.name] = tuple(sorted({*removed.get(node.name, ()), *ints}))
+        if entry.producer:
+            groups.append(tuple(node.name for node in entry.producer))
+        if entry.HasField("selective_prune"):
+            node = entry.selective_prune
+            found = _attributes(node)
+            if "mask_shape" not in found or "selective_mask" not in found:
+                message = f"layer {node.name!r} needs mask_shape and selective_mask"
+                raise RecordError(message)
+            masks[node.name] = unpack_mask(found["selective_mask"], found["mask_shape"])
+    record = PruneRecord(removed, masks, tuple(groups), str(path))
+    if record.is_empty:
+        warn(f"{path} holds no pruning: nothing is pruned")
+    return record
+
+
+def plan_from_record(plan: PrunePlan, record: PruneRecord, names: Iterable[str]) -> PrunePlan:
+    """Let a plan remove exactly the channels that a record names.
+
+    Args:
+        plan: What the analysis of the model found; its own choice is replaced.
+        record: What was removed.
+        names: The modules of the model.
+
+    Raises:
+        PruneError: The record names layers that the model lacks, or channels that the analysis does
+            not find safe to remove together.
+    """
+    import torch
+
+    known = set(names)
+    missing = [name for name in (*record.removed, *record.masks) if name not in known]
+    if missing:
+        message = f"{record.path}: the model has no layers {listing(missing)}"
+        raise PruneError(message)
+    chosen = plan
+    prunable = {name for group in plan.groups for name in group.producers}
+    for name, channels in record.removed.items():
+        if channels and name not in prunable:
+            message = f"{record.path}: the channels of {name!r} cannot be removed from this model"
+            raise PruneError(message)
+    sizes = {name: size for group in plan.groups for name, size in _row_sizes(group).items()}
+    rows = {}
+    for name in prunable:
+        stays = torch.ones(sizes[name], dtype=torch.bool)
+        removed = list(record.removed.get(name, ()))
+        if removed and not 0 <= removed[0] <= removed[-1] < sizes[name]:
+            message = f"{record.path}: {name!r} has channels 0 to {sizes[name] - 1}, not {removed}"
+            raise PruneError(message)
+        stays[removed] = False
+        rows[name] = stays
+    return chosen.with_rows(rows) if rows else chosen
+
+
+def add_prune_record(
+    message: ScaleOffsetRecord, model: nn.Module, plan: PrunePlan | None = None
+) -> None:
+    """Add what is pruned in a model to a record.
+
+    Args:
+        message: The record; changed in place.
+        model: A prepared model, for its 2:4 masks and the types of its layers.
+        plan: Its channels, with the current choice.
+    """
+    for group in plan.groups if plan is not None else ():
+        entry = message.prune_record.add()
+        for name, members in _nodes(group, "row").items():
+            _write_node(entry.producer.add(), name, model, group, members)
+        for role in ("attached", "column"):
+            for name, members in _nodes(group, role).items():
+                if name not in group.producers or role == "column":
+                    _write_node(entry.consumer.add(), name, model, group, members)
+    for name, module in model.named_modules():
+        for mask in _m4n2_masks(module):
+            node = message.prune_record.add().selective_prune
+            node.name = name
+            _ints(node, "mask_shape", mask.mask.shape)
+            _ints(node, "selective_mask", pack_mask(mask.mask))
+
+
+def _m4n2_masks(module: Any) -> list[M4N2]:
+    if not parametrize.is_parametrized(module, "weight"):
+        return []
+    return [part for part in module.parametrizations.weight if isinstance(part, M4N2)]
+
+
+def _nodes(group: PruneGroup, role: str) -> dict[str, list[Member]]:
+    """Return the members of one role by layer, one tensor of each."""
+    found: dict[str, list[Member]] = {}
+    for member in group.members:
+        if member.role == role:
+            mine = found.setdefault(member.layer, [])
+            if all(other.parameter == member.parameter for other in mine):
+                mine.append(member)
+    return found
+
+
+def _row_sizes(group: PruneGroup) -> dict[str, int]:
+    """Return the number of output channels of each producer."""
+    sizes = {}
+    for member in group.members:
+        if member.role == "row" and member.parameter == "weight":
+            grouped = member.groups if member.axis == 1 else 1
+            sizes[member.layer] = member.shape[member.axis] * grouped
+    return sizes
+
+
+def _write_node(
+    node: PruneNode, name: str, model: nn.Module, group: PruneGroup, members: list[Member]
+) -> None:
+    """Describe one producer or consumer of a group."""
+    places = [place for member in members for unit in member.positions for place in unit]
+    gone = {place for member in members for unit in group.cut for place in member.positions[unit]}
+    layer: Any = model.get_submodule(name)
+    is_producer = members[0].role == "row"
+    node.name = name
+    node.attr.add(name="type", type="STRING", s=_type_of(layer).encode())
+    node.attr.add(name="begin", type="INT", i=min(places))
+    node.attr.add(name="end", type="INT", i=max(places) + 1)
+    own_groups = getattr(layer, "groups", 1)
+    if own_groups > 1 and own_groups != getattr(layer, "in_channels", 0):
+        node.attr.add(name="group", type="INT", i=own_groups)
+    if is_producer and group.balance > 1:
+        node.attr.add(name="prune_group", type="INT", i=group.balance)
+    if gone:
+        _ints(node, "prune_index", sorted(gone))
+
+
+def _type_of(layer: nn.Module) -> str:
+    """Return the ONNX operator that a layer becomes."""
+    if isinstance(layer, nn.Linear):
+        return "MatMul" if layer.bias is None else "Gemm"
+    if isinstance(layer, _TRANSPOSED):
+        return "ConvTranspose"
+    if isinstance(layer, _BATCH_NORMS):
+        return "BatchNormalization"
+    return "Conv" if "Conv" in type(layer).__name__ else type(layer).__name__
+
+
+def _ints(node: PruneNode, name: str, values: Iterable[int]) -> None:
+    node.attr.add(name=name, type="INTS", ints=[int(value) for value in values])
+
+
+def _attributes(node: PruneNode) -> dict[str, tuple[int, ...]]:
+    """Return the lists of integers of a node, by name."""
+    return {attribute.name: tuple(attribute.ints) for attribute in node.attr if attribute.ints}
