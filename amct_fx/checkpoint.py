@@ -33,6 +33,7 @@ from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import QuantizedLayer, quantized_class_of
 from amct_fx.observers import ULQFakeQuantize, ULQWeightFakeQuantize
 from amct_fx.prepare import prepare_qat_amct
+from amct_fx.pruning import current_plan, kept_channels
 from amct_fx.report.preparation import preparation_of
 
 __all__ = ["compare_states", "load_checkpoint", "save_checkpoint"]
@@ -82,6 +83,7 @@ def save_checkpoint(
         "config": config.to_json_dict() if config.resolved else config.to_cfg(),
         "options": dict(preparation.recipe.options),
         "islands": _islands(model),
+        "kept_channels": _kept_channels(model),
         "state": model.state_dict(),
         "extra": dict(extra or {}),
     }
@@ -117,7 +119,11 @@ def load_checkpoint(
     content, name = _read(path, map_location), os.fspath(path)
     state: dict[str, Any] = content["state"]
     restored = prepare_qat_amct(
-        model, content["config"] or None, example_inputs, **content["options"]
+        model,
+        content["config"] or None,
+        example_inputs,
+        plan=content.get("kept_channels"),
+        **content["options"],
     )
     _compare_islands(_islands(restored), content.get("islands"), name)
     if content["stage"] == "converted":
@@ -131,6 +137,12 @@ def load_checkpoint(
 def _is_converted(model: nn.Module) -> bool:
     preparation = preparation_of(model)
     return preparation is not None and preparation.converted
+
+
+def _kept_channels(model: nn.Module) -> dict[str, Tensor] | None:
+    """Return the output channels that pruning keeps; what was chosen once is not chosen again."""
+    plan = current_plan(model)
+    return None if plan is None else kept_channels(plan)
 
 
 def _islands(model: nn.Module) -> list[str]:

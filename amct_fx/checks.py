@@ -11,16 +11,15 @@ from torch.ao.quantization import FakeQuantizeBase
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from amct_fx.errors import ConfigError, ModelError, ModelStateError, ModelTypeError, did_you_mean
+from amct_fx.errors import ModelError, ModelStateError, ModelTypeError
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import QuantizedLayer
-from amct_fx.report.preparation import preparation_of
 
 if TYPE_CHECKING:
     from amct_fx.config import CompressionConfig
+    from amct_fx.report.preparation import Preparation
 
 __all__ = [
-    "check_choices",
     "check_finite_weights",
     "check_float_model",
     "check_only_quantizes",
@@ -49,7 +48,7 @@ def check_float_model(model: object) -> None:
         if any(is_lazy(parameter) for parameter in part._parameters.values()):
             message = f"{where} is lazy; run one forward pass before prepare_qat_amct"
             raise ModelStateError(message)
-    preparation = preparation_of(module)
+    preparation = _preparation_of(module)
     if preparation is not None and not preparation.converted:
         message = "the model is already prepared; give prepare_qat_amct the float model"
         raise ModelStateError(message)
@@ -66,7 +65,7 @@ def check_prepared_model(model: object) -> None:
     parts = list(module.modules())
     for part in parts:
         _refuse_wrapper(part, "the model", advice="convert the module inside")
-    preparation = preparation_of(module)
+    preparation = _preparation_of(module)
     if any(isinstance(part, QATLayer) for part in parts):
         return
     if preparation is not None and not preparation.converted:
@@ -112,27 +111,10 @@ def check_only_quantizes(config: CompressionConfig) -> None:
             raise block.source.error(message)
 
 
-def check_choices(**options: tuple[object, tuple[object, ...]]) -> None:
-    """Refuse values of options that have a fixed set.
+def _preparation_of(model: nn.Module) -> Preparation | None:
+    from amct_fx.report.preparation import preparation_of  # reports check models, too
 
-    Args:
-        options: By name the value and the values there are.
-
-    Raises:
-        ConfigError: Names the option, the value, and what is allowed.
-
-    Example:
-        >>> check_choices(reused=("quantise", ("float", "quantize")))
-        Traceback (most recent call last):
-        amct_fx.errors.ConfigError: reused must be 'float' or 'quantize', not 'quantise'; did you \
-mean 'quantize'?
-    """
-    for name, (value, choices) in options.items():
-        if value not in choices:
-            close = did_you_mean(str(value), [str(choice) for choice in choices])
-            allowed = " or ".join(map(repr, choices))
-            message = f"{name} must be {allowed}, not {value!r}{close}"
-            raise ConfigError(message)
+    return preparation_of(model)
 
 
 def _as_module(model: object) -> nn.Module:

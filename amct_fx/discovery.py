@@ -15,7 +15,7 @@ from amct_fx.backend_config import (
     unbatched_layers,
     without_unbatched,
 )
-from amct_fx.checks import check_choices
+from amct_fx.choices import check_choices
 from amct_fx.graph import Capture, FixedMinRule, capture, lift_functional_layers
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from amct_fx.insertion import check_tied_weights, insert_quantizers
 from amct_fx.nn.fused import disable_fused_paths
 from amct_fx.prune.options import PruneOptions
 from amct_fx.prune.remove import remove_channels
-from amct_fx.pruning import attach_pruning, check_plan, plan_pruning
+from amct_fx.pruning import attach_pruning, plan_pruning
 from amct_fx.qconfig import (
     calibration_forwards,
     qconfig_mapping_from_resolution,
@@ -63,7 +63,7 @@ def prepare_qat_amct(
     range_merge: RangeMergeRule = "mean",
     dialect: str = "auto",
     name_map: Mapping[str, str] | None = None,
-    plan: PrunePlan | None = None,
+    plan: PrunePlan | Mapping[str, torch.Tensor] | None = None,
     **pruning: Unpack[PruneKeywords],
 ) -> nn.Module:
     """Return a copy of ``model`` that trains with quantization and pruning in the loop.
@@ -98,8 +98,8 @@ def prepare_qat_amct(
         dialect: ``"mindspore"`` refuses what AMCT for MindSpore has no field for; ``"auto"`` reads
             both kinds of file.
         name_map: New names of layers, by the names in the configuration.
-        plan: The channels to cut, instead of choosing them by the configuration: from
-            :func:`amct_fx.prune_plan`, perhaps edited or read from JSON.
+        plan: The channels to cut, instead of a choice by norm: from :func:`amct_fx.prune_plan`,
+            perhaps edited or read from JSON; or by name of the layer the output channels to keep.
         **pruning: The options of pruning, as :class:`amct_fx.prune.PruneOptions` explains them:
             ``mode``, ``importance``, ``apply``, ``deconv_consumer``, ``norm_axis``, ``row_masks``,
             ``count_eval``.
@@ -142,21 +142,20 @@ def prepare_qat_amct(
         qconfigs = qconfigs_by_layer(prepared, found.facts, cfg, needed=not settings)
         check_finite_weights(prepared, {**qconfigs, **settings})
         check_tied_weights(prepared, qconfigs)
-        if plan is None:
-            plan = plan_pruning(prepared, found.captured, settings, example_inputs, prune_options)
-        else:
-            check_plan(prepared, plan)
+        chosen = plan_pruning(
+            prepared, found.captured, settings, example_inputs, prune_options, plan
+        )
 
     warn_of_reused_layers(found.facts)
-    if plan is not None and prune_options.apply == "prepare":
-        remove_channels(prepared, plan, found.captured.regions, install=False)
+    if chosen is not None and prune_options.apply == "prepare":
+        remove_channels(prepared, chosen, found.captured.regions, install=False)
     insert_quantizers(prepared, found.captured, qconfigs, fixed_min_rule)
-    attach_pruning(prepared, settings, plan, prune_options)
+    attach_pruning(prepared, settings, chosen, prune_options)
     disable_fused_paths(prepared)
     RangeMerger(calibration_forwards(qconfigs.values()), range_merge).attach(prepared)
     recipe = Recipe(config, asdict(options) | asdict(prune_options))
     preparation = Preparation.of(
-        found.facts, found.others, qconfigs, found.captured, recipe, resolution, plan
+        found.facts, found.others, qconfigs, found.captured, recipe, resolution, chosen
     )
     record_preparation(prepared, preparation)
     logger.info("%s", preparation.headline)

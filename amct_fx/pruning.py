@@ -20,17 +20,17 @@ from amct_fx.nn.qat import QATLayer
 from amct_fx.observers import ULQFakeQuantize, ULQWeightFakeQuantize
 from amct_fx.prune.masks import attach_filter_masks, attach_m4n2, fold_masks
 from amct_fx.prune.parametrization import input_axis
+from amct_fx.prune.plan import PrunePlan
 from amct_fx.prune.planning import plan_channels
 from amct_fx.prune.remove import remove_channels
-from amct_fx.report.preparation import preparation_of
+from amct_fx.report.preparation import preparation_of, record_plan
 
 if TYPE_CHECKING:
     from amct_fx.config import PruneConfig
     from amct_fx.graph import Capture
     from amct_fx.prune.options import PruneOptions
-    from amct_fx.prune.plan import PrunePlan
 
-__all__ = ["attach_pruning", "check_plan", "current_plan", "plan_pruning", "remove_pruned"]
+__all__ = ["attach_pruning", "current_plan", "kept_channels", "plan_pruning", "remove_pruned"]
 
 _KEPT = "kept_channels"
 
@@ -41,6 +41,7 @@ def plan_pruning(
     settings: Mapping[str, PruneConfig],
     example_inputs: Any,
     options: PruneOptions,
+    given: PrunePlan | Mapping[str, Tensor] | None = None,
 ) -> PrunePlan | None:
     """Choose the channels to cut.
 
@@ -50,22 +51,41 @@ def plan_pruning(
         settings: How each layer is pruned, by name.
         example_inputs: A tensor or a tuple of arguments, or ``None``.
         options: Those of pruning.
+        given: A plan, or the output channels that layers keep, instead of the choice by norm.
 
     Returns:
         The plan; ``None`` if no channels are pruned.
+
+    Raises:
+        PruneError: What is given does not fit the model.
     """
+    if isinstance(given, PrunePlan):
+        _check_plan(model, given)
+        return given
+    if given is not None:  # the ratio plays no part: the channels are known
+        settings = {name: FilterPruneConfig(0.5) for name in given} | dict(settings)
     if not any(isinstance(setting, FilterPruneConfig) for setting in settings.values()):
         return None
-    return plan_channels(model, captured.regions, settings, example_inputs, options)
+    plan = plan_channels(model, captured.regions, settings, example_inputs, options)
+    return plan if given is None else plan.with_rows(given)
 
 
-def check_plan(model: nn.Module, plan: PrunePlan) -> None:
+def kept_channels(plan: PrunePlan) -> dict[str, Tensor]:
+    """Return a bool mask of the output channels that stay, for every layer that may lose some."""
+    kept = plan.kept_rows()
+    return {
+        name: _as_mask(kept.get(name, torch.arange(size)), size).bool()
+        for name, size in plan.row_sizes().items()
+    }
+
+
+def _check_plan(model: nn.Module, plan: PrunePlan) -> None:
     """Refuse a plan that was made for another model.
 
     Raises:
         PruneError: Names the first tensor that the model lacks, or that has another shape.
     """
-    tensors = dict(model.named_parameters(remove_duplicate=False))
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
     for group in plan.groups:
         for member in group.members:
@@ -102,7 +122,7 @@ def attach_pruning(
         for name, kept in plan.kept_rows().items():
             layer: Any = model.get_submodule(name)
             channels = getattr(layer, "out_channels", None) or layer.out_features
-            layer.register_buffer(_KEPT, _as_mask(kept, channels, _device(layer)))
+            layer.register_buffer(_KEPT, _as_mask(kept, channels).to(_device(layer)))
         _restrict_calibration(model, plan)
         _count_kept_columns(model, columns)
     attach_m4n2(model, settings, columns, options)
@@ -132,6 +152,7 @@ def remove_pruned(model: nn.Module) -> None:
     for layer in layers.values():
         delattr(layer, _KEPT)
     if plan is not None and layers:
+        record_plan(model, plan)
         remove_channels(model, plan)
         for layer in model.modules():
             if isinstance(layer, QATLayer):
@@ -171,11 +192,11 @@ def _restrict_calibration(model: nn.Module, plan: PrunePlan) -> None:
     for name, kept in plan.kept_inputs().items():
         layer: Any = model.get_submodule(name)
         quantizer = getattr(layer, "input_fake_quant", None)  # the owner's, where it is shared
-        if isinstance(layer, QATLayer) and isinstance(quantizer, ULQFakeQuantize):
-            is_linear = isinstance(layer, nn.Linear)
-            channels = layer.in_features if is_linear else getattr(layer, "in_channels")  # noqa: B009
-            mask = _as_mask(kept, channels, _device(layer))
-            quantizer.calibrate_on(mask, axis=-1 if is_linear else 1)
+        if isinstance(quantizer, ULQFakeQuantize):
+            channels = getattr(layer, "in_channels", None) or layer.in_features
+            quantizer.calibrate_on(
+                _as_mask(kept, channels), axis=-1 if isinstance(layer, nn.Linear) else 1
+            )
 
 
 def _count_kept_columns(model: nn.Module, columns: Mapping[str, Tensor]) -> None:
@@ -188,10 +209,10 @@ def _count_kept_columns(model: nn.Module, columns: Mapping[str, Tensor]) -> None
             quantizer.kept_share = float(mask.float().mean(input_axis(layer)).max())
 
 
-def _as_mask(kept: Tensor, channels: int, device: torch.device) -> Tensor:
+def _as_mask(kept: Tensor, channels: int) -> Tensor:
     mask = torch.zeros(channels, dtype=torch.uint8)
     mask[kept] = 1
-    return mask.to(device)
+    return mask
 
 
 def _device(module: nn.Module) -> torch.device:

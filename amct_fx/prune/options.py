@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypedDict
 
-from amct_fx.checks import check_choices
+from amct_fx.choices import check_choices
 from amct_fx.config import PruneMode
 from amct_fx.observers._checks import check_keywords
 

@@ -212,6 +212,14 @@ class PrunePlan:
         """
         return self._kept("row", lambda member: member.layer)
 
+    def row_sizes(self) -> dict[str, int]:
+        """Return the number of output channels of every layer that may lose some, by name."""
+        return {
+            member.layer: _length(member)
+            for _, member in self._members("row")
+            if member.parameter == "weight"
+        }
+
     def kept_inputs(self) -> dict[str, Tensor]:
         """Return the input channels that stay, of every layer whose input loses some.
 
@@ -419,11 +427,7 @@ def _check_choice(group: PruneGroup, kept: tuple[int, ...]) -> None:
 
 
 def _as_mask(plan: PrunePlan, name: str, value: Tensor) -> Tensor:
-    sizes = {
-        member.layer: _length(member)
-        for _, member in plan._members("row")
-        if member.parameter == "weight"
-    }
+    sizes = plan.row_sizes()
     if name not in sizes:
         message = f"layer {name!r} has no output channels that may be cut"
         raise PruneError(message)

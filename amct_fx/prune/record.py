@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from amct_fx.config.record_pb2 import PruneNode, ScaleOffsetRecord
+    from amct_fx.config.record_pb2 import ScaleOffsetRecord
     from amct_fx.prune.plan import Member, PruneGroup, PrunePlan
 
 __all__ = ["PruneRecord", "add_prune_record", "plan_from_record", "read_prune_record"]
@@ -183,7 +183,7 @@ def _row_sizes(group: PruneGroup) -> dict[str, int]:
 
 
 def _write_node(
-    node: PruneNode, name: str, model: nn.Module, group: PruneGroup, members: list[Member]
+    node: Any, name: str, model: nn.Module, group: PruneGroup, members: list[Member]
 ) -> None:
     """Describe one producer or consumer of a group."""
     places = [place for member in members for unit in member.positions for place in unit]
@@ -214,10 +214,10 @@ def _type_of(layer: nn.Module) -> str:
     return "Conv" if "Conv" in type(layer).__name__ else type(layer).__name__
 
 
-def _ints(node: PruneNode, name: str, values: Iterable[int]) -> None:
+def _ints(node: Any, name: str, values: Iterable[int]) -> None:
     node.attr.add(name=name, type="INTS", ints=[int(value) for value in values])
 
 
-def _attributes(node: PruneNode) -> dict[str, tuple[int, ...]]:
+def _attributes(node: Any) -> dict[str, tuple[int, ...]]:
     """Return the lists of integers of a node, by name."""
     return {attribute.name: tuple(attribute.ints) for attribute in node.attr if attribute.ints}

@@ -112,6 +112,13 @@ def record_preparation(model: nn.Module, preparation: Preparation) -> None:
     setattr(model, _ATTRIBUTE, preparation)
 
 
+def record_plan(model: nn.Module, plan: PrunePlan) -> None:
+    """Note which channels are cut from ``model``."""
+    preparation = preparation_of(model)
+    if preparation is not None:
+        record_preparation(model, replace(preparation, plan=plan))
+
+
 def record_conversion(model: nn.Module) -> None:
     """Note that ``model`` is converted now."""
     preparation = preparation_of(model)
