@@ -7,6 +7,7 @@ writes, questions about the type of a proxy, and the training flag.
 
 from __future__ import annotations
 
+import dis
 import os
 import random
 import sys
@@ -22,7 +23,7 @@ from torch import fx, nn
 from torch.fx.proxy import TraceError
 
 if TYPE_CHECKING:
-    from types import FrameType
+    from types import CodeType, FrameType
 
 __all__ = [
     "TORCH_DIRECTORY",
@@ -69,8 +70,7 @@ class GuardedProxy(fx.Proxy):
 
     def _class_for_outsiders(self) -> type:
         """Refuse ``isinstance(value, …)`` in code outside torch."""
-        code = sys._getframe(1).f_code
-        if code.co_name == "is_tensor" or not code.co_filename.startswith(TORCH_DIRECTORY):
+        if _may_ask_for_types(sys._getframe(1).f_code):
             message = "its forward asks for the type of a value"
             note = getattr(self.tracer, "note_complaint", None)
             if note is not None:
@@ -79,6 +79,18 @@ class GuardedProxy(fx.Proxy):
         return GuardedProxy
 
     __class__: Any = property(_class_for_outsiders)
+
+
+def _may_ask_for_types(code: CodeType) -> bool:
+    """Say whether it may be the code itself that asks, not a function of torch that it calls.
+
+    Functions written in C, such as ``torch.cat``, look at arguments in the frame of the caller.
+    """
+    if code.co_filename.startswith(TORCH_DIRECTORY):
+        return code.co_name == "is_tensor"
+    questions = {"isinstance", "issubclass", "__class__"}
+    names = questions.intersection((*code.co_names, *code.co_varnames, *code.co_freevars))
+    return bool(names) or any(step.opname == "MATCH_CLASS" for step in dis.get_instructions(code))
 
 
 def modes() -> tuple[Any, ...]:

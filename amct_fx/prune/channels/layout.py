@@ -410,13 +410,8 @@ def getitem(walk: Walk, node: fx.Node) -> None:
     """Handle ``value[index]``: a part of several results, or a slice."""
     source, index = node.args
     value = walk.spaces.get(source) if isinstance(source, fx.Node) else None
-    if isinstance(value, tuple) and isinstance(index, int):
-        part = value[index]
-        position = index % len(value)
-        walk.settle(node, part, [source] if isinstance(source, fx.Node) else [])
-        if part is not None:
-            axes = tuple(range(part.atoms.dim()))
-            walk.steps.append(Reduced(node, (source, position), node, part, axes))
+    if isinstance(value, tuple) and isinstance(index, (int, slice)):
+        _take_parts(walk, node, value, index)
         return
     if isinstance(walk.fact(source), tuple) or walk.space(source) is None:
         known = [source] if isinstance(source, fx.Node) else []
@@ -430,6 +425,21 @@ def getitem(walk: Walk, node: fx.Node) -> None:
         walk.pin_inputs(node, "data_dependent_shape", "it is indexed by a tensor or list")
         return
     _slice(walk, node, items)
+
+
+def _take_parts(walk: Walk, node: fx.Node, value: tuple[Any, ...], index: int | slice) -> None:
+    """Handle one result, or a slice, of a node with several."""
+    source: Any = node.args[0]
+    places = range(len(value))[index]
+    taken = value[index]
+    walk.settle(node, taken, [source])
+    keys = [(node, i) for i in range(len(places))] if isinstance(places, range) else [node]
+    numbers = places if isinstance(places, range) else [places]
+    for key, number in zip(keys, numbers, strict=True):
+        part = value[number]
+        if part is not None:
+            axes = tuple(range(part.atoms.dim()))
+            walk.steps.append(Reduced(node, (source, number), key, part, axes))
 
 
 def _is_array(walk: Walk, item: Any) -> bool:
