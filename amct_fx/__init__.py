@@ -42,6 +42,7 @@ from amct_fx.prepare import prepare_qat_amct
 from amct_fx.prune import prune_plan
 from amct_fx.qconfig import get_qconfig_mapping
 from amct_fx.report import analyze, summarize
+from amct_fx.torch_ao import get_backend_config
 
 __version__ = "0.1.0"
 
@@ -73,6 +74,7 @@ __all__ = [
     "analyze",
     "convert_amct",
     "export_onnx",
+    "get_backend_config",
     "get_qconfig_mapping",
     "load_checkpoint",
     "load_config",

@@ -60,6 +60,7 @@ def test_the_public_names_are_these() -> None:
         "analyze",
         "convert_amct",
         "export_onnx",
+        "get_backend_config",
         "get_qconfig_mapping",
         "load_checkpoint",
         "load_config",

@@ -85,6 +85,11 @@ class AmctFakeQuantize(KeywordChecked, FakeQuantizeBase):
         return super().with_args(**kwargs)  # type: ignore[no-untyped-call]
 
     @property
+    def activation_post_process(self) -> FakeQuantizeBase:
+        """What ``torch.ao.quantization.prepare_qat_fx`` asks for ranges of codes: itself."""
+        return self
+
+    @property
     def is_calibrated(self) -> bool:
         """Whether the range is known; may read the device."""
         return self._notice_calibration()

@@ -86,6 +86,8 @@ scale=0.00961109, zero_point=0, learning)
     ) -> None:
         scheme = torch.per_tensor_symmetric if symmetric else torch.per_tensor_affine
         super().__init__(num_bits=num_bits, qscheme=scheme, layer_name=layer_name)
+        # What makes prepare_qat_fx quantize inputs only; see amct_fx.get_backend_config.
+        self.is_dynamic = True
         try:
             clips = check_clips(clip_max, clip_min)
         except ConfigError as error:
