@@ -21,8 +21,8 @@ from amct_fx.errors import ConvertError
 from amct_fx.fold import foldable_batch_norm, used_elsewhere
 from amct_fx.graph import (
     GraphForward,
-    call_form_of,
     fx_graph_of,
+    guard_of,
     install_graph,
     layer_calls,
     layer_input,
@@ -131,7 +131,7 @@ def _convert_region(region: GraphForward, name: str, foreign: Container[nn.Modul
         if module in quantizers:
             _replace_quantizer(nodes, quantizers[module], region)
     _drop_modules(region, graph, folded)
-    install_graph(region, graph, call_form_of(region))
+    install_graph(region, graph, guard_of(region))
 
 
 def _owner(quantizer: fx.Node) -> str:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from amct_fx.errors import AmctWarning
-from amct_fx.graph import batch_norm_after, call_form_of, fx_graph_of, module_of, settled
+from amct_fx.graph import batch_norm_after, fx_graph_of, guard_of, module_of, settled
 from amct_fx.nn.become import has_hooks
 from amct_fx.nn.integer import BatchNormAffine, batch_norm_affine
 
@@ -43,7 +43,7 @@ def foldable_batch_norm(
         without running statistics, or when a value is not finite (with a warning).
     """
     following = [batch_norm_after(call, region) for call in calls]
-    form = call_form_of(region)
+    form = guard_of(region).form
     found = [
         node
         for call, node in zip(calls, following, strict=True)

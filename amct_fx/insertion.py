@@ -108,7 +108,7 @@ def quantize_region(
         groups.setdefault(key, []).append(_Consumer(layer, name, nodes))
     for consumers in groups.values():
         _insert_quantizer(region, consumers)
-    install_graph(region.module, region.graph, region.form)
+    install_graph(region.module, region.graph, region.guard)
 
 
 def _values_read(calls: list[fx.Node], root: nn.Module) -> Any:
@@ -140,7 +140,11 @@ def _decided(
     if arguments.get("fixed_min", True) is None:
         decided["fixed_min"] = region is not None and all(
             is_nonnegative(
-                tensor_of(call), call, region.module, fixed_min_rule, settled(call, region.form)
+                tensor_of(call),
+                call,
+                region.module,
+                fixed_min_rule,
+                settled(call, region.guard.form),
             )
             for call in calls
         )

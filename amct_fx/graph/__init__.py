@@ -13,7 +13,14 @@ from amct_fx.graph.facts import (
     tensor_version,
 )
 from amct_fx.graph.lift import lift_functional_layers
-from amct_fx.graph.region import GraphForward, call_form_of, fx_graph_of, install_graph, regions
+from amct_fx.graph.region import (
+    GraphForward,
+    fx_graph_of,
+    guard_of,
+    install_graph,
+    regions,
+)
+from amct_fx.graph.runtime_guard import Guard
 from amct_fx.graph.settled import settled
 from amct_fx.graph.signature import as_call
 
@@ -21,13 +28,14 @@ __all__ = [
     "Capture",
     "FixedMinRule",
     "GraphForward",
+    "Guard",
     "Island",
     "Region",
     "as_call",
     "batch_norm_after",
-    "call_form_of",
     "capture",
     "fx_graph_of",
+    "guard_of",
     "initial_hidden_state",
     "install_graph",
     "is_nonnegative",

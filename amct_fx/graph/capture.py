@@ -18,8 +18,10 @@ from torch.utils._pytree import tree_flatten
 
 from amct_fx.errors import ModelError
 from amct_fx.graph.facts import layer_calls
+from amct_fx.graph.questions import CodeReader
 from amct_fx.graph.recording import Recording, record_calls
-from amct_fx.graph.region import GraphForward, call_form_of, fx_graph_of
+from amct_fx.graph.region import GraphForward, fx_graph_of, guard_of
+from amct_fx.graph.runtime_guard import OPEN, Guard
 from amct_fx.graph.signature import CallForm, as_call
 from amct_fx.graph.tracer import IslandTracer, Refusal, refuse_signature
 
@@ -49,13 +51,14 @@ class Island:
 class Region:
     """A traced module: its dotted name in the model, the module, and its graph.
 
-    ``form`` is the form of call that the graph is for, ``None`` if it serves every call.
+    Attributes:
+        guard: What the graph relies on.
     """
 
     name: str
     module: nn.Module
     graph: fx.Graph
-    form: CallForm | None = None
+    guard: Guard = OPEN
 
     def full_name(self, target: str) -> str:
         """Return the name in the model of ``target``, which is relative to the region."""
@@ -138,7 +141,7 @@ def capture(
 def _same_outputs(region: Region, example_inputs: Any) -> bool:
     """Compare the graph with the module in eval mode; random state and modes are restored."""
     args, kwargs = as_call(example_inputs)
-    form = region.form
+    form = region.guard.form
     leaves = list(args) if form is None else form.leaves(args, kwargs) or []
     model = region.module
     modes = {module: module.training for module in model.modules()}
@@ -189,6 +192,7 @@ class _Walk:
         self._is_layer = is_layer
         self._is_wanted = is_wanted
         self._forms = forms
+        self._reader = CodeReader()
         self._seen: set[nn.Module] = set()
 
     def visit(self, module: nn.Module, name: str) -> None:
@@ -211,7 +215,7 @@ class _Walk:
         if refusal is not None:
             self._add_island(module, name, refusal)
             return
-        region = Region(name, module, tracer.graph, form)
+        region = Region(name, module, tracer.graph, Guard(form, tracer.watched))
         self.found.regions.append(region)
         for path, refusal in tracer.islands.items():
             self._add_island(module.get_submodule(path), region.full_name(path), refusal)
@@ -221,7 +225,7 @@ class _Walk:
     def _trace(self, module: nn.Module) -> tuple[IslandTracer, CallForm | None, Refusal | None]:
         """Trace for every call, or for the form of call that the example inputs showed."""
         form = self._forms.get(module)
-        tracer = IslandTracer(self._is_layer)
+        tracer = IslandTracer(self._is_layer, reader=self._reader)
         refusal = refuse_signature(module)
         if refusal is None and (form is None or not form.has_none):
             refusal = tracer.trace_or_explain(module)
@@ -229,7 +233,7 @@ class _Walk:
                 return tracer, None, None
         if form is None:
             return tracer, None, refusal
-        tracer = IslandTracer(self._is_layer, form, self._forms)
+        tracer = IslandTracer(self._is_layer, form, self._forms, self._reader)
         refusal = tracer.trace_or_explain(module)
         return tracer, replace(form, undecided=frozenset(tracer.undecided)), refusal
 
@@ -244,7 +248,7 @@ class _Walk:
     def _adopt_graph(self, module: fx.GraphModule | GraphForward, name: str) -> None:
         """Take a graph that a module runs as it is; what it calls whole is an island."""
         graph = module.graph if isinstance(module, fx.GraphModule) else fx_graph_of(module)
-        region = Region(name, module, copy.deepcopy(graph), call_form_of(module))
+        region = Region(name, module, copy.deepcopy(graph), guard_of(module))
         self.found.regions.append(region)
         for node in region.graph.nodes:
             node.type = None

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import dis
 import os
+import pickle
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
 from torch import fx, nn
 from torch.fx.proxy import TraceError
+
+from amct_fx.graph.attributes import note_reads
+from amct_fx.graph.questions import GENERATORS
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType
@@ -66,15 +70,33 @@ class GuardedProxy(fx.Proxy):
     def __len__(self) -> int:
         """Return the length of a shape that is known, for ``[*x.shape]``, which asks."""
         length: int | None = getattr(self.tracer, "length_of", lambda _: None)(self)
-        return super().__len__() if length is None else length
+        if length is None:
+            self._refuse("length")
+        return length
+
+    def __float__(self) -> float:
+        """Refuse to be a number, even where the code catches the error."""
+        self._refuse("value")
+
+    def __int__(self) -> int:
+        """Refuse to be a number, even where the code catches the error."""
+        self._refuse("value")
+
+    def _refuse(self, what: str) -> NoReturn:
+        message = f"its forward asks for the {what} of a tensor"
+        self._complain(message)
+        raise TraceError(message)
+
+    def _complain(self, message: str) -> None:
+        note = getattr(self.tracer, "note_complaint", None)
+        if note is not None:
+            note(message)
 
     def _class_for_outsiders(self) -> type:
         """Refuse ``isinstance(value, …)`` in code outside torch."""
         if _may_ask_for_types(sys._getframe(1).f_code):
             message = "its forward asks for the type of a value"
-            note = getattr(self.tracer, "note_complaint", None)
-            if note is not None:
-                note(message)
+            self._complain(message)
             raise TraceError(message)
         return GuardedProxy
 
@@ -150,11 +172,13 @@ class State:
 
     Args:
         module: A module that is about to be traced into; its sub-modules are watched too.
+        generators: Random generators that are no attributes of a module.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, generators: Sequence[Any] = ()) -> None:
         self._attributes = {part: _attributes(part) for part in module.modules()}
         self._random = _random_states()
+        self._generators = [(generator, _drawn(generator)) for generator in generators]
 
     def check(self) -> None:
         """Raise TraceError if the forward changed anything."""
@@ -166,7 +190,8 @@ class State:
             if changed:
                 message = f"its forward sets {min(changed)} of a {type(part).__name__}"
                 raise TraceError(message)
-        if not _same_random_states(_random_states(), self._random):
+        own = all(_drawn(generator) == before for generator, before in self._generators)
+        if not own or not _same_random_states(_random_states(), self._random):
             message = "its forward draws random numbers that do not depend on its inputs"
             raise TraceError(message)
 
@@ -179,6 +204,8 @@ class State:
                 part.__dict__[name] = value
                 _restore_content(value, content)
         _set_random_states(self._random)
+        for generator, drawn in self._generators:
+            _set_drawn(generator, drawn)
 
 
 def _restore_content(value: Any, content: Any) -> None:
@@ -188,6 +215,8 @@ def _restore_content(value: Any, content: Any) -> None:
         target.update(content)
     elif isinstance(content, list):
         value[:] = content
+    elif isinstance(content, _Drawn):
+        _set_drawn(value, content)
     elif isinstance(content, tuple) and value._version != content[0]:
         with torch.no_grad():
             value.copy_(content[1])
@@ -219,10 +248,36 @@ def _content(value: Any) -> Any:
     """
     if type(value) in (dict, list):
         return value.copy()
+    if issubclass(type(value), GENERATORS):
+        return _drawn(value)
     if type(value) is torch.Tensor and not value.is_inference():
         return value._version, value.detach().clone()
     plain = not issubclass(type(value), (nn.Module, torch.Tensor, type, fx.Proxy))
     return _Vars(vars(value)) if plain and hasattr(value, "__dict__") else None
+
+
+class _Drawn(bytes):
+    """The state of a random generator."""
+
+
+def _drawn(generator: Any) -> _Drawn:
+    if isinstance(generator, torch.Generator):
+        return _Drawn(generator.get_state().numpy().tobytes())
+    if isinstance(generator, random.Random):
+        return _Drawn(pickle.dumps(generator.getstate()))
+    numpy = isinstance(generator, np.random.RandomState)
+    return _Drawn(pickle.dumps(generator.get_state() if numpy else generator.bit_generator.state))
+
+
+def _set_drawn(generator: Any, state: _Drawn) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, random.Random):
+        generator.setstate(pickle.loads(state))
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(pickle.loads(state))
+    else:
+        generator.bit_generator.state = pickle.loads(state)
 
 
 class _Vars(dict[str, Any]):
@@ -247,6 +302,8 @@ def _same(now: tuple[Any, Any], before: tuple[Any, Any] | None) -> bool:
     if before is None or now[0] is not before[0]:
         return False
     left, right = now[1], before[1]
+    if isinstance(left, _Drawn):
+        return bool(left == right)
     if isinstance(left, tuple):
         return bool(left[0] == right[0])
     if isinstance(left, dict):
@@ -294,22 +351,27 @@ class _TracedTraining:
 
 @contextmanager
 def traced_training_flags(
-    root: nn.Module, tracer: fx.Tracer, is_opaque: Callable[[nn.Module], bool]
+    root: nn.Module, tracer: Any, is_opaque: Callable[[nn.Module], bool]
 ) -> Iterator[None]:
     """Let every module that will be traced into read its ``training`` flag through the graph.
+
+    Reads of its plain attributes are noted.
 
     The flags of opaque modules are hidden instead: a forward that asks a child for its mode fails
     to trace and becomes an island.
 
     Args:
         root: The module to trace.
-        tracer: Records the reads.
+        tracer: An ``fx.Tracer`` with a method ``note_read``.
         is_opaque: Says which modules are recorded as one call.
     """
     opaque = {module for module in root.modules() if is_opaque(module)}
     classes = {module: type(module) for module in root.modules() if module not in opaque}
-    flag = {"training": _TracedTraining(tracer)}
-    watched = {cls: _subclass(cls, flag) for cls in set(classes.values())}
+    flag = _TracedTraining(tracer)
+    watched = {
+        cls: _subclass(cls, {"training": flag, "__getattribute__": note_reads(tracer, cls)})
+        for cls in set(classes.values())
+    }
     hidden = {module: module.__dict__.pop("training") for module in opaque}
     try:
         for module, cls in classes.items():

@@ -16,21 +16,22 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from amct_fx.graph.attributes import resolved
 from amct_fx.graph.guards import Unregistered
+from amct_fx.graph.runtime_guard import OPEN, Guard, guarded_forward
 from amct_fx.graph.serialize import GraphRecord, graph_from_record, graph_to_record
-from amct_fx.graph.signature import CallForm, guarded_forward
 
 __all__ = [
     "GraphForward",
     "PlainModule",
-    "call_form_of",
     "fx_graph_of",
+    "guard_of",
     "install_graph",
     "regions",
 ]
 
 
-_GENERATED = ("_fx_graph", "_original_class", "_call_form")
+_GENERATED = ("_fx_graph", "_original_class", "_guard", "_watched_values")
 
 
 class GraphForward(nn.Module):
@@ -38,23 +39,23 @@ class GraphForward(nn.Module):
 
     _fx_graph: fx.Graph
     _original_class: type[nn.Module]
-    _call_form: CallForm | None
+    _guard: Guard
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Copy and pickle through the user's class: the generated class has no importable name."""
         own = self._original_class.__getstate__(self) if _has_getstate(self) else self.__dict__
         state = {key: value for key, value in own.items() if key not in _GENERATED}
         record = graph_to_record(self._fx_graph)
-        return _rebuild, (self._original_class, record, self._call_form), state
+        return _rebuild, (self._original_class, record, self._guard), state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the attributes, then compile the graph, whose modules exist only now."""
         record: GraphRecord = self.__dict__.pop("_graph_record")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        install_graph(self, graph_from_record(record), self._call_form)
+        install_graph(self, graph_from_record(record), self._guard)
 
 
-def install_graph(module: nn.Module, graph: fx.Graph, form: CallForm | None = None) -> None:
+def install_graph(module: nn.Module, graph: fx.Graph, guard: Guard = OPEN) -> None:
     """Make ``module`` run ``graph``; its class becomes a subclass of what it was.
 
     May be called again on the same module after the graph was changed.
@@ -62,17 +63,17 @@ def install_graph(module: nn.Module, graph: fx.Graph, form: CallForm | None = No
     Args:
         module: Owner of every module, parameter and buffer that the graph names.
         graph: The graph to run; checked with ``graph.lint()``.
-        form: The form of call that the graph is for; other calls run the user's Python code.
-            ``None`` if the graph serves every call.
+        guard: What the graph relies on; where that does not hold, the user's Python code runs.
     """
     original = _class_under(module)
     graph.lint()
     generated = fx.GraphModule(_without_graph(module), graph)
     run: Callable[..., Any] = type(generated).forward
-    forward = run if form is None else guarded_forward(form, run, original)
+    forward = run if guard.is_open else guarded_forward(guard, run, original)
     module.__class__ = _graph_class(original, forward)
     module.__dict__["_original_class"] = original
-    module.__dict__["_call_form"] = form
+    module.__dict__["_guard"] = guard
+    module.__dict__["_watched_values"] = resolved(module, guard.watched)
     module.__dict__["_fx_graph"] = generated.graph
     generated.graph.owning_module = None
 
@@ -106,9 +107,9 @@ def fx_graph_of(module: nn.Module) -> fx.Graph:
     return module._fx_graph
 
 
-def call_form_of(module: nn.Module) -> CallForm | None:
-    """Return the form of call that the graph of ``module`` is for, ``None`` if every call."""
-    return module._call_form if isinstance(module, GraphForward) else None
+def guard_of(module: nn.Module) -> Guard:
+    """Return what the graph of ``module`` relies on."""
+    return module._guard if isinstance(module, GraphForward) else OPEN
 
 
 def regions(model: nn.Module) -> Iterator[tuple[str, GraphForward]]:
@@ -146,11 +147,13 @@ def _has_getstate(module: GraphForward) -> bool:
 
 
 def _rebuild(
-    original: type[nn.Module], record: GraphRecord, form: CallForm | None = None
+    original: type[nn.Module],
+    record: GraphRecord,
+    guard: Guard = OPEN,
 ) -> nn.Module:
     module = original.__new__(original)
     module.__dict__["_graph_record"] = record
     module.__class__ = _graph_class(original, original.forward)
     module.__dict__["_original_class"] = original
-    module.__dict__["_call_form"] = form
+    module.__dict__["_guard"] = guard
     return module

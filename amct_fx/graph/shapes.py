@@ -114,7 +114,7 @@ class _Recorder(fx.Interpreter):
     def __init__(self, region: Region) -> None:
         super().__init__(region.module, graph=region.graph)
         self.facts: dict[str, Any] = {}
-        self._form = region.form
+        self._form = region.guard.form
 
     def record(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Run with the arguments of one call."""

@@ -9,7 +9,6 @@ runs the user's Python code. Nothing is frozen: only what was compared is.
 from __future__ import annotations
 
 import enum
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,13 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from amct_fx.errors import ModelStateError
-
 __all__ = [
     "CallForm",
     "as_call",
     "call_form",
-    "guarded_forward",
 ]
 
 _MISSING = inspect.Parameter.empty
@@ -144,7 +140,6 @@ class CallForm:
         kwargs: The keyword arguments.
         undecided: Names of the inner parts that the traced code called with constants: calls of
             another form may reach them in another way.
-        exclusive: Calls of another form are refused: the layers were changed for this one.
 
     Example:
         >>> class Masked(nn.Module):
@@ -162,7 +157,6 @@ class CallForm:
     args: _Sequence
     kwargs: _Dict
     undecided: frozenset[str] = frozenset()
-    exclusive: bool = False
 
     @property
     def has_none(self) -> bool:
@@ -235,33 +229,6 @@ def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example_inputs, Mapping):
         return (), dict(example_inputs)
     return (example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)), {}
-
-
-def guarded_forward(
-    form: CallForm, run: Callable[..., Any], original: type[nn.Module]
-) -> Callable[..., Any]:
-    """Return a forward that serves calls of one form by a graph, and the others by Python.
-
-    Args:
-        form: What the graph was traced for.
-        run: The code of the graph; takes the module and the leaves.
-        original: The user's class.
-    """
-
-    @functools.wraps(original.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        leaves = form.leaves(args, kwargs)
-        if leaves is None and form.exclusive:
-            message = (
-                f"{original.__name__} was pruned for calls as {form}; it cannot be called in "
-                "another form"
-            )
-            raise ModelStateError(message)
-        if leaves is None:
-            return original.forward(self, *args, **kwargs)
-        return run(self, *leaves)
-
-    return forward
 
 
 def _parameters_of(cls: type[nn.Module]) -> _Parameters | None:

@@ -27,9 +27,11 @@ from amct_fx.graph.guards import (
     traced_training_flags,
     unusual_modes,
 )
+from amct_fx.graph.questions import CodeReader
 from amct_fx.graph.ranks import RANK, expect_length, known_length
 
 if TYPE_CHECKING:
+    from amct_fx.graph.attributes import Watched
     from amct_fx.graph.signature import CallForm
 
 __all__ = ["IslandTracer", "Refusal", "refuse_signature"]
@@ -56,12 +58,15 @@ class IslandTracer(fx.Tracer):
         is_layer: Callable[[nn.Module], bool],
         form: CallForm | None = None,
         forms: Mapping[nn.Module, CallForm] | None = None,
+        reader: CodeReader | None = None,
     ) -> None:
         super().__init__()
         self.proxy_buffer_attributes = True
         self.undecided: set[str] = set()
+        self._reads: list[tuple[str, str, Any]] = []
         self._form = form
         self._forms = forms or {}
+        self._reader = reader or CodeReader()
         self.islands: dict[str, Refusal] = {}
         self._is_layer = is_layer
         self._modes = modes()
@@ -71,7 +76,7 @@ class IslandTracer(fx.Tracer):
 
     def trace_or_explain(self, module: nn.Module) -> Refusal | None:
         """Trace ``module`` into ``self.graph``; return the reason if that is not possible."""
-        refusal = _refuse_before_tracing(module, self._is_layer)
+        refusal = self._refuse_before_tracing(module)
         if refusal is None and self._form is None:
             refusal = refuse_signature(module)
         if refusal is not None:
@@ -83,7 +88,7 @@ class IslandTracer(fx.Tracer):
 
     def _attempt(self, module: nn.Module) -> Refusal | None:
         """Trace ``module`` in the modes of the caller; leave nothing behind if that fails."""
-        state = State(module)
+        state = self._state_of(module)
         try:
             with restored_random_state(), traced_training_flags(module, self, self._is_opaque):
                 self._modes = modes()
@@ -94,6 +99,17 @@ class IslandTracer(fx.Tracer):
             state.restore()
             return _explain(module, error)
         return None
+
+    def note_read(self, module: nn.Module, name: str, value: Any) -> None:
+        """Remember that the graph relies on the value of an attribute."""
+        self._reads.append((self.path_of_module(module), name, value))
+
+    @property
+    def watched(self) -> Watched:
+        """The attributes that the graph relies on, each once."""
+        return tuple(
+            {(path, name): (path, name, value) for path, name, value in self._reads}.values()
+        )
 
     def note_complaint(self, message: str) -> None:
         """Remember that tracing was refused, even if the forward catches the error."""
@@ -141,6 +157,7 @@ class IslandTracer(fx.Tracer):
         """Unpack a shape of known rank."""
         length = self.length_of(obj)
         if length is None:
+            self.note_complaint("its forward iterates over a value")
             unpacked: Iterator[Any] = super().iter(obj)
             return unpacked
         sizes = self.create_proxy("call_function", expect_length, (obj, length), {})
@@ -190,15 +207,15 @@ class IslandTracer(fx.Tracer):
         path = self.path_of_module(m)
         if self.is_leaf_module(m, path):
             return super().call_module(m, forward, args, kwargs)
-        refusal = _refuse_before_tracing(m, self._is_layer) or self._switching.get(path)
+        refusal = self._refuse_before_tracing(m) or self._switching.get(path)
         if self._form is not None and (refuse_signature(m) or _passes_constants(args, kwargs)):
             self.undecided.add(path)
         if self._form is not None and m in self._forms:
             self._note_ranks(self._forms[m], args, kwargs)
         if refusal is None:
             last = next(iter(reversed(self.graph.nodes)), None)
-            stack = list(self.module_stack.items())
-            state = State(m)
+            stack, reads = list(self.module_stack.items()), len(self._reads)
+            state = self._state_of(m)
             try:
                 result = super().call_module(m, forward, args, kwargs)
                 self._check(state, last)
@@ -207,12 +224,29 @@ class IslandTracer(fx.Tracer):
                 self._complaint = None
                 state.restore()
                 self._forget_since(last)
+                del self._reads[reads:]
                 self.module_stack.clear()
                 self.module_stack.update(stack)
             else:
                 return result
         self.islands[path] = refusal
         return super().call_module(m, forward, args, kwargs)
+
+    def _refuse_before_tracing(self, module: nn.Module) -> Refusal | None:
+        refusal = _refuse_before_tracing(module, self._is_layer)
+        if refusal is not None or module.__module__.startswith("torch.nn"):
+            return refusal
+        cls = original_class(type(module))
+        question = self._reader.question_in(module, cls)
+        return None if question is None else Refusal(cls.__name__, *question)
+
+    def _state_of(self, module: nn.Module) -> State:
+        generators = [
+            generator
+            for part in module.modules()
+            for generator in self._reader.generators_of(part, original_class(type(part)))
+        ]
+        return State(module, generators)
 
     def _is_opaque(self, module: nn.Module) -> bool:
         if self._is_layer(module):
@@ -240,7 +274,7 @@ def _parts_that_switch_modes(module: nn.Module, tracer: IslandTracer) -> dict[st
     In the modes of the caller ``autocast(enabled=False)`` would change nothing and not show; in the
     modes of the trial, constants that a forward computes would come out in half precision.
     """
-    trial = IslandTracer(tracer._is_layer, tracer._form, tracer._forms)
+    trial = IslandTracer(tracer._is_layer, tracer._form, tracer._forms, tracer._reader)
     with unusual_modes():
         refusal = trial._attempt(module)
     found = {**trial.islands, **({} if refusal is None else {"": refusal})}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from amct_fx.errors import PruneError
 from amct_fx.graph.capture import Region
-from amct_fx.graph.region import GraphForward, call_form_of, fx_graph_of, install_graph, regions
+from amct_fx.graph.region import GraphForward, fx_graph_of, guard_of, install_graph, regions
 from amct_fx.graph.shapes import propagate_shapes
 from amct_fx.prune.channels.analysis import analyze, replay
 from amct_fx.prune.channels.steps import Misfit, Replay
@@ -77,16 +77,16 @@ def remove_channels(
         node.args, node.kwargs = args, kwargs
     changed = {node.graph for node in state.arguments}
     for region in parts:
-        if region.form is not None and kept:
-            region.form = replace(region.form, exclusive=True)
+        if kept:
+            region.guard = replace(region.guard, exclusive=True)
         if install and (isinstance(region.module, GraphForward) or region.graph in changed):
-            install_graph(region.module, region.graph, region.form)
+            install_graph(region.module, region.graph, region.guard)
     return kept
 
 
 def _regions(model: nn.Module) -> list[Region]:
     found = [
-        Region(name, module, fx_graph_of(module), call_form_of(module))
+        Region(name, module, fx_graph_of(module), guard_of(module))
         for name, module in regions(model)
     ]
     if found:

@@ -36,6 +36,9 @@ class Inner(nn.Module):
         self.calls = 0
         self.history: list[Tensor] = []
         self.holder = Holder()
+        self.chance = random.Random(0)
+        self.numpy_chance = np.random.default_rng(0)
+        self.noise = torch.Generator().manual_seed(0)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(self, x)
@@ -159,7 +162,118 @@ def keeps_a_feature_in_an_object(module: nn.Module, x: Tensor) -> Tensor:
     return module.holder.kept
 
 
+def compares_the_class(module: nn.Module, x: Tensor) -> Tensor:
+    return module.fc(x) if type(x) is Tensor else module.fc(x[0])
+
+
+def compares_the_class_among_several(module: nn.Module, x: Tensor) -> Tensor:
+    return module.fc(x[0]) if type(x) in (list, tuple) else module.fc(x)
+
+
+def asks_for_an_attribute(module: nn.Module, x: Tensor) -> Tensor:
+    return module.fc(x.scores) if hasattr(x, "scores") else module.fc(x)
+
+
+def hopes_for_a_number(module: nn.Module, x: Tensor) -> Tensor:
+    try:
+        scale = float(x.mean())
+    except Exception:
+        scale = 100.0
+    return module.fc(x) * scale
+
+
+def hopes_for_an_integer(module: nn.Module, x: Tensor) -> Tensor:
+    try:
+        scale = int(x.shape[0])
+    except Exception:
+        scale = 100
+    return module.fc(x) * scale
+
+
+def hopes_for_a_length(module: nn.Module, x: Tensor) -> Tensor:
+    try:
+        scale = len(x)
+    except Exception:
+        scale = 100
+    return module.fc(x) * scale
+
+
+def hopes_for_rows(module: nn.Module, x: Tensor) -> Tensor:
+    try:
+        rows = list(x)
+    except Exception:
+        rows = [x]
+    return module.fc(x) * len(rows)
+
+
+def own_python_chance(module: nn.Module, x: Tensor) -> Tensor:
+    return module.fc(x) * module.chance.random()
+
+
+def own_numpy_chance(module: nn.Module, x: Tensor) -> Tensor:
+    return module.fc(x) * float(module.numpy_chance.random())
+
+
+def own_torch_noise(module: nn.Module, x: Tensor) -> Tensor:
+    return module.fc(x) + torch.randn(4, generator=module.noise)
+
+
+CHANCE = random.Random(0)
+NUMPY_CHANCE = np.random.RandomState(0)
+
+
+def global_chance(module: nn.Module, x: Tensor) -> Tensor:
+    return module.fc(x) * CHANCE.random()
+
+
+def global_numpy_chance(module: nn.Module, x: Tensor) -> Tensor:
+    return module.fc(x) * float(NUMPY_CHANCE.rand())
+
+
+class Turn(torch.autograd.Function):
+    """Turns the gradient around and returns what it got."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return -grad
+
+
+def turned(x: Tensor) -> Tensor:
+    return Turn.apply(x)
+
+
+def own_gradient_of_the_argument(module: nn.Module, x: Tensor) -> Tensor:
+    return turned(module.fc(x))
+
+
+def depends_on_gradients(module: nn.Module, x: Tensor) -> Tensor:
+    return module.fc(x) * 2 if torch.is_grad_enabled() else module.fc(x)
+
+
+def depends_on_autocast(module: nn.Module, x: Tensor) -> Tensor:
+    return module.fc(x) * 2 if torch.is_autocast_enabled("cpu") else module.fc(x)
+
+
 BODIES = [
+    compares_the_class,
+    compares_the_class_among_several,
+    asks_for_an_attribute,
+    hopes_for_a_number,
+    hopes_for_an_integer,
+    hopes_for_a_length,
+    hopes_for_rows,
+    own_python_chance,
+    own_numpy_chance,
+    own_torch_noise,
+    global_chance,
+    global_numpy_chance,
+    own_gradient_of_the_argument,
+    depends_on_gradients,
+    depends_on_autocast,
     catches_errors,
     compares_its_mode,
     compares_the_dtype,
@@ -214,6 +328,8 @@ def test_the_traced_model_computes_what_the_original_does(body):
             torch.manual_seed(1)
             random.seed(1)
             np.random.seed(1)
+            CHANCE.seed(1)
+            NUMPY_CHANCE.seed(1)
             y = model(x)
             y.sum().backward()
             results.append((y, model.first.weight.grad))
@@ -253,6 +369,44 @@ def test_a_parameter_read_by_a_failed_attempt_can_be_read_again():
     for region in capture(model, is_layer).regions:
         install_graph(region.module, region.graph)
     assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("body", [depends_on_gradients, depends_on_autocast])
+def test_branches_on_modes_stay_alive(body, grad, autocast):
+    model = Outer(Inner(body))
+    for region in capture(model, is_layer).regions:
+        install_graph(region.module, region.graph)
+    torch.manual_seed(0)
+    x = torch.randn(3, 4)
+    plain = model.last(model.first(x) @ model.inner.fc.weight.T + model.inner.fc.bias)
+    with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        doubled = not torch.allclose(model(x).float(), plain, atol=0.1)
+    assert doubled == (grad if body is depends_on_gradients else autocast)
+
+
+def test_the_reason_names_the_line_of_the_question():
+    (island,) = capture(Inner(own_gradient_of_the_argument), is_layer).islands
+    line = own_gradient_of_the_argument.__code__.co_firstlineno
+    assert "autograd.Function" in island.reason
+    path, _, number = island.source.rpartition(":")
+    assert path == __file__
+    assert int(number) == turned.__code__.co_firstlineno + 1 < line
+
+
+def test_a_loop_over_modules_may_ask_for_their_class():
+    class Loops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.ReLU()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x) if type(layer) is nn.Linear or hasattr(layer, "inplace") else x
+            return x if type(self) is Loops else -x
+
+    assert not capture(Loops(), is_layer).islands
 
 
 def test_tracing_under_no_grad_is_no_reason_for_an_island():

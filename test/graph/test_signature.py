@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from amct_fx.errors import ModelError
-from amct_fx.graph import call_form_of, capture, fx_graph_of, install_graph
+from amct_fx.graph import capture, fx_graph_of, guard_of, install_graph
 from amct_fx.graph.signature import call_form
 
 
@@ -20,7 +20,7 @@ def is_layer(module: nn.Module) -> bool:
 
 def traced(model: nn.Module, example_inputs: object) -> nn.Module:
     for region in capture(model, is_layer, example_inputs=example_inputs).regions:
-        install_graph(region.module, region.graph, region.form)
+        install_graph(region.module, region.graph, region.guard)
     return model
 
 
@@ -127,7 +127,7 @@ def test_none_for_a_required_argument_is_not_taken_for_a_tensor():
     x = torch.ones(2, 4)
     expected = [model(x, None), model(x, MASK)]
     copied = traced(model, (x, None))
-    assert call_form_of(copied) is not None
+    assert guard_of(copied).form is not None
     assert torch.equal(copied(x, None), expected[0])
     assert torch.equal(copied(x, MASK), expected[1])
 
@@ -156,7 +156,7 @@ def test_copies_and_pickles_keep_the_form(way):
     model = traced(Masked(), torch.ones(2, 4))
     again = way(model)
     x = torch.randn(3, 4)
-    assert str(call_form_of(again)) == "(tensor, None, True)"
+    assert str(guard_of(again).form) == "(tensor, None, True)"
     for arguments in ({}, {"mask": MASK}):
         assert torch.equal(again(x, **arguments), model(x, **arguments))
 
@@ -177,7 +177,7 @@ def test_a_shape_is_unpacked_where_example_inputs_show_its_rank():
     model = Heads()
     x = torch.randn(2, 3, 4)
     copied = traced(copy.deepcopy(model), x)
-    assert call_form_of(copied) is not None
+    assert guard_of(copied).form is not None
     for other in (x, torch.randn(5, 7, 4), torch.randn(5, 4)):
         assert torch.equal(copied(other), model(other))
 

@@ -201,7 +201,7 @@ def test_strict_accepts_islands_without_layers():
     assert capture(Around(Noise()), is_layer, strict=True).regions
 
 
-class ComparesTypes(nn.Module):
+class Prints(nn.Module):
     """A question that a proxy answers differently from a tensor, and that nothing can notice."""
 
     def __init__(self) -> None:
@@ -209,12 +209,12 @@ class ComparesTypes(nn.Module):
         self.fc = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x) if type(x) is Tensor else self.fc(x) + 1
+        return self.fc(x) if str(x).startswith("tensor") else self.fc(x) + 1
 
 
 def test_example_inputs_reveal_what_tracing_would_have_frozen():
-    assert not capture(ComparesTypes(), is_layer).islands
-    captured = capture(ComparesTypes(), is_layer, example_inputs=torch.randn(2, 4))
+    assert not capture(Prints(), is_layer).islands
+    captured = capture(Prints(), is_layer, example_inputs=torch.randn(2, 4))
     (island,) = captured.islands
     assert "example_inputs" in island.reason
     assert captured.island_leaves == ["fc"]
