@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from amct_fx.control import QATSchedule
 from amct_fx.distributed import ignore_quantizer_buffers
 from amct_fx.errors import MissingExtraError, ModelStateError, did_you_mean
@@ -23,6 +21,8 @@ except ModuleNotFoundError as missing:
     raise MissingExtraError(_message) from missing
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from amct_fx.prepare import Config
 
 __all__ = ["QATCallback"]

@@ -79,9 +79,7 @@ class QATCallback(TrainerCallback, ExportableState):
         if self.recorder is not None:
             self.recorder.step()
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Record the loss that the trainer logs."""
         if self.recorder is not None and logs and "loss" in logs:
             self.recorder.log(loss=float(logs["loss"]))

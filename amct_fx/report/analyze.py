@@ -64,7 +64,8 @@ def analyze(
             targets.
         greater_is_better: ``False`` for a loss. Without a metric it does not matter.
         wanted: Suggest as many float layers as it takes until the metric is as good as this.
-        max_skips: Number of suggestions without ``wanted``; 0 for none.
+        max_skips: Without ``wanted``, leave up to so many layers float, as long as it helps; 0 for
+            no suggestions.
         sensitivity: Whether to run each layer alone quantized and alone float.
         num_batches: Use only the first batches.
         forward: Called as ``forward(model, batch)`` instead, for models and batches of any form.
@@ -174,19 +175,21 @@ def _suggest(
 ) -> tuple[Suggestion, ...]:
     """Leave one layer after the other float, the most useful first, and measure each choice.
 
-    Without a wanted value it ends after ``max_skips`` choices.
+    Without a wanted value it ends after ``max_skips`` choices, and keeps those that are better than
+    all before.
     """
     order = _by_usefulness(found)
     number = len(order) if wanted is not None else min(max_skips, len(order))
     if wanted is not None and study.judge.better(found.quantized_value, wanted) >= 0:
         return ()
-    suggestions = []
+    suggestions: list[Suggestion] = []
     for count in range(1, number + 1):
         skipped = order[:count]
         value = study.value_without(skipped, batches)
         reached = None if wanted is None else study.judge.better(value, wanted) >= 0
         gain = study.judge.better(value, found.quantized_value)
-        suggestions.append(Suggestion(skipped, value, gain, reached))
+        if wanted is not None or gain > max([0.0, *(item.gain for item in suggestions)]):
+            suggestions.append(Suggestion(skipped, value, gain, reached))
         report("Trying to leave layers float", number if reached else count, number)
         if reached:
             break

@@ -67,7 +67,6 @@ def train(
     return trainer
 
 
-
 def schedule() -> QATSchedule:
     return QATSchedule(freeze_bn_epoch=1, freeze_ranges_epoch=2)
 
