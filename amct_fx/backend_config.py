@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from amct_fx.config import LayerFacts, ModelFacts, PruneMode
 from amct_fx.config.layer_types import CONV_TYPES
 from amct_fx.config.messages import warn
 from amct_fx.errors import InputDataError
-from amct_fx.graph import Capture, as_call, layer_calls
+from amct_fx.graph import Capture, as_call, is_functional_layer, layer_calls, weight_readers
 from amct_fx.nn.become import changes_its_input, float_class_of
 from amct_fx.nn.recurrent import unsupported_form
 
@@ -98,8 +98,9 @@ def model_facts(
     calls = _call_counts(model, captured)
     sharing = calls if functional else model.modules()
     owners = Counter(key for layer in sharing for key in _weights(layer))
+    readers = _weight_readers(captured, functional)
     layers = tuple(
-        _layer_facts(name, module, _Use(calls.get(module, 0), owners, reused, prune_mode))
+        _layer_facts(name, module, _Use(calls.get(module, 0), owners, readers, reused, prune_mode))
         for name, module in model.named_modules()
         if is_layer(module) or _is_only_prunable(module)
     )
@@ -226,12 +227,28 @@ def _call_counts(model: nn.Module, captured: Capture) -> Counter[nn.Module]:
     return counts
 
 
+def _weight_readers(captured: Capture, functional: bool) -> dict[int, str]:
+    """Say for each weight what computes with it other than a call of its layer."""
+    found: dict[int, str] = {}
+    for region in captured.regions:
+        for key, node in weight_readers(region.graph, region.module).items():
+            advice = ", which functional=True quantizes" if is_functional_layer(node) else ""
+            found[key] = f"only its weight is read, by {node.name!r}" + advice * (not functional)
+        for module, nodes in layer_calls(region.graph, region.module).items():
+            found.update(
+                (key, f"the functional layer {nodes[0].target!r} computes with its weight")
+                for key in _weights(module)
+            )
+    return found
+
+
 @dataclass(frozen=True)
 class _Use:
     """How the model uses a layer, and which uses hinder."""
 
     calls: int
     owners: Counter[int]
+    readers: Mapping[int, str]
     reused: Reuse
     prune_mode: PruneMode
 
@@ -257,7 +274,8 @@ class _Use:
         if not may_repeat and any(self.owners[key] > 1 for key in _weights(module)):
             return "its weight is shared with another layer"
         if self.calls == 0:
-            return "it is never called in the traced forward"
+            read = [self.readers[key] for key in _weights(module) if key in self.readers]
+            return "; ".join(["it is never called in the traced forward", *read[:1]])
         if not may_repeat and self.calls > 1:
             return f"it is called {self.calls} times {_REUSED}"
         return None

@@ -91,8 +91,35 @@ def test_a_module_used_only_through_its_weight_counts_as_the_functional_layer():
     rows = {row.name: row for row in summarize(prepared).rows}
     assert rows["conv2d"].state == "qat"
     assert "never called" in rows["func"].reason
+    assert "'conv2d' computes with its weight" in rows["func"].reason
+    assert rows["never"].reason == "it is never called in the traced forward"
     prepared(torch.randn(2, 4, 8, 8))
     convert_amct(prepared)
+
+
+def test_the_reason_says_what_reads_the_weight_of_a_layer_that_is_never_called():
+    class Window(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(4, 12)
+            self.proj = nn.Linear(12, 4)
+            self.mix = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.proj(F.linear(x, self.qkv.weight, self.qkv.bias))
+            return x @ self.mix.weight
+
+    prepared = prepare_qat_amct(Window())
+    reasons = {row.name: row.reason for row in summarize(prepared).rows}
+    never = "it is never called in the traced forward; only its weight is read, by "
+    assert reasons["qkv"] == never + "'linear', which functional=True quantizes"
+    assert reasons["mix"] == never + "'matmul'"
+    more = prepare_qat_amct(Window(), functional=True)
+    assert targets(more) == ["proj", "linear"]
+    x = torch.randn(3, 4)
+    expected = more(x)
+    assert more.linear.weight is more.qkv.weight
+    assert (convert_amct(more)(x) - expected).abs().max() <= 0.02 * expected.abs().max()
 
 
 def test_a_failed_prepare_in_place_removes_the_new_modules():

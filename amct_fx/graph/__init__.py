@@ -11,8 +11,9 @@ from amct_fx.graph.facts import (
     layer_input,
     module_of,
     tensor_version,
+    weight_readers,
 )
-from amct_fx.graph.lift import lift_functional_layers
+from amct_fx.graph.lift import is_functional_layer, lift_functional_layers
 from amct_fx.graph.region import (
     GraphForward,
     fx_graph_of,
@@ -38,6 +39,7 @@ __all__ = [
     "guard_of",
     "initial_hidden_state",
     "install_graph",
+    "is_functional_layer",
     "is_nonnegative",
     "is_nonnegative_input",
     "layer_calls",
@@ -47,4 +49,5 @@ __all__ = [
     "regions",
     "settled",
     "tensor_version",
+    "weight_readers",
 ]

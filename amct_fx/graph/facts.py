@@ -24,6 +24,7 @@ __all__ = [
     "layer_input",
     "module_of",
     "tensor_version",
+    "weight_readers",
 ]
 
 FixedMinRule = Literal["relu", "nonnegative"]
@@ -122,6 +123,23 @@ def layer_calls(graph: fx.Graph, root: nn.Module) -> dict[nn.Module, list[fx.Nod
         if module is not None:
             calls.setdefault(module, []).append(node)
     return calls
+
+
+def weight_readers(graph: fx.Graph, root: nn.Module) -> dict[int, fx.Node]:
+    """Map the ``id`` of each parameter that a graph reads to the first node that computes with it.
+
+    Args:
+        graph: A traced graph.
+        root: The module that the graph belongs to.
+    """
+    found: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        owner, _, name = str(node.target).rpartition(".")
+        if node.op == "get_attr" and node.users:
+            value = getattr(root.get_submodule(owner), name, None)
+            if isinstance(value, nn.Parameter):
+                found.setdefault(id(value), min(node.users))
+    return found
 
 
 def layer_input(node: fx.Node) -> fx.Node | None:

@@ -16,7 +16,7 @@ from torch import fx, nn
 if TYPE_CHECKING:
     from amct_fx.graph.capture import Region
 
-__all__ = ["lift_functional_layers"]
+__all__ = ["is_functional_layer", "lift_functional_layers"]
 
 _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _TRANSPOSED = (
@@ -49,6 +49,11 @@ _KINDS: dict[Any, _Kind] = {
 }
 
 
+def is_functional_layer(node: fx.Node) -> bool:
+    """Say whether a node calls ``F.conv*`` or ``F.linear``."""
+    return node.op == "call_function" and node.target in _KINDS
+
+
 def lift_functional_layers(region: Region) -> list[str]:
     """Turn functional layers on parameters of the model into modules, in place.
 
@@ -62,7 +67,7 @@ def lift_functional_layers(region: Region) -> list[str]:
     """
     names = []
     for node in list(region.graph.nodes):
-        kind = _KINDS.get(node.target) if node.op == "call_function" else None
+        kind = _KINDS[node.target] if is_functional_layer(node) else None
         layer = None if kind is None else _layer_for(node, kind, region.module)
         if layer is None:
             continue
