@@ -21,6 +21,7 @@ from amct_fx.checks import check_float_model
 from amct_fx.config.files import replacing
 from amct_fx.config.messages import listing
 from amct_fx.convert import convert_amct
+from amct_fx.copying import copy_model
 from amct_fx.errors import (
     AmctWarning,
     CheckpointError,
@@ -29,6 +30,7 @@ from amct_fx.errors import (
     ModelStateError,
     did_you_mean,
 )
+from amct_fx.graph import kept_python
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import QuantizedLayer, quantized_class_of
 from amct_fx.observers import ULQFakeQuantize, ULQWeightFakeQuantize
@@ -118,13 +120,16 @@ def load_checkpoint(
     check_float_model(model)
     content, name = _read(path, map_location), os.fspath(path)
     state: dict[str, Any] = content["state"]
-    restored = prepare_qat_amct(
-        model,
-        content["config"] or None,
-        example_inputs,
-        plan=content.get("kept_channels"),
-        **content["options"],
-    )
+    model = copy_model(model)
+    with kept_python(model, content.get("islands") or ()):
+        restored = prepare_qat_amct(
+            model,
+            content["config"] or None,
+            example_inputs,
+            inplace=True,
+            plan=content.get("kept_channels"),
+            **content["options"],
+        )
     _compare_islands(_islands(restored), content.get("islands"), name)
     if content["stage"] == "converted":
         restored = _converted_shell(restored, state, name)
@@ -234,7 +239,8 @@ def _compare_islands(found: list[str], saved: list[str] | None, path: str) -> No
     ]
     message = (
         f"{path} is of a model that was traced differently: {', '.join(differences)}; pass the "
-        "same example_inputs, and the same model, as were given to prepare_qat_amct"
+        "same example_inputs, and the same model, as were given to prepare_qat_amct; if it sets "
+        "attributes at its first call and had run before, run it before"
     )
     raise CheckpointError(message)
 

@@ -278,6 +278,68 @@ def test_the_file_is_readable_by_the_group(tmp_path):
     assert (tmp_path / "new" / "model.pt").stat().st_mode & 0o777 == 0o640
 
 
+class Lazy(nn.Module):
+    """Makes a table at its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "table"):
+            self.table = torch.linspace(0.0, 1.0, 4)
+        return self.last(F.relu(self.first(x)) + self.table)
+
+
+class AroundLazy(nn.Module):
+    """Holds a part that makes a table at its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Lazy()
+        self.head = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.part(x))
+
+
+@pytest.mark.parametrize("network", [Lazy, AroundLazy])
+@pytest.mark.parametrize("stage", ["prepared", "converted"])
+def test_a_model_that_ran_before_loading_is_left_python_where_it_was(tmp_path, network, stage):
+    x = torch.randn(8, 4)
+    model = prepare_qat_amct(network())
+    model(x)
+    model.eval()
+    model = convert_amct(model) if stage == "converted" else model
+    save_checkpoint(model, tmp_path / "model.pt")
+    ran = network()
+    ran(x)
+    restored, _ = load_checkpoint(tmp_path / "model.pt", ran)
+    assert torch.equal(restored.eval()(x), model(x))
+    assert [i.name for i in summarize(restored).islands] == [
+        i.name for i in summarize(model).islands
+    ]
+    for part in (*ran.modules(), *restored.modules()):
+        assert not any("kept_python" in name for name in vars(part))
+
+
+def test_a_model_that_ran_before_prepare_must_run_before_loading(tmp_path):
+    x = torch.randn(8, 4)
+    ran = Lazy()
+    ran(x)
+    model = prepare_qat_amct(ran)
+    assert not summarize(model).islands
+    model(x)
+    save_checkpoint(model, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match="had run before, run it before"):
+        load_checkpoint(tmp_path / "model.pt", Lazy())
+    again = Lazy()
+    again(x)
+    restored, _ = load_checkpoint(tmp_path / "model.pt", again)
+    assert torch.equal(restored.eval()(x), model.eval()(x))
+
+
 FROZEN = Path(__file__).parent / "data" / "checkpoint_v1.pt"
 
 

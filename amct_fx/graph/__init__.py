@@ -24,6 +24,7 @@ from amct_fx.graph.region import (
 from amct_fx.graph.runtime_guard import Guard
 from amct_fx.graph.settled import settled
 from amct_fx.graph.signature import as_call
+from amct_fx.graph.tracer import kept_python
 
 __all__ = [
     "Capture",
@@ -42,6 +43,7 @@ __all__ = [
     "is_functional_layer",
     "is_nonnegative",
     "is_nonnegative_input",
+    "kept_python",
     "layer_calls",
     "layer_input",
     "lift_functional_layers",

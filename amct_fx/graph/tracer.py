@@ -6,7 +6,8 @@ import inspect
 import itertools
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,8 +35,9 @@ if TYPE_CHECKING:
     from amct_fx.graph.attributes import Watched
     from amct_fx.graph.signature import CallForm
 
-__all__ = ["IslandTracer", "Refusal", "refuse_signature"]
+__all__ = ["IslandTracer", "Refusal", "kept_python", "refuse_signature"]
 
+_MARK = "_amct_fx_kept_python"
 _ADVICE = "example_inputs show in which form it is called"
 _SWITCHES = "its forward switches gradients or autocast"
 _OWN_FOLDER = str(Path(__file__).parent)
@@ -48,6 +50,25 @@ class Refusal:
     type_name: str
     reason: str
     source: str | None = None
+
+
+@contextmanager
+def kept_python(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """Make islands of parts that could be traced, while a model is prepared.
+
+    Args:
+        model: The float model.
+        names: Names of the parts; those that the model lacks are passed over.
+    """
+    modules = dict(model.named_modules())
+    parts = [modules[name] for name in names if name in modules]
+    try:
+        for part in parts:
+            part.__dict__[_MARK] = True
+        yield
+    finally:
+        for part in parts:
+            del part.__dict__[_MARK]
 
 
 class IslandTracer(fx.Tracer):
@@ -286,6 +307,8 @@ def _refuse_before_tracing(
 ) -> Refusal | None:
     """Say why ``module`` must not even be tried: tracing it would silently change it."""
     type_name = type(module).__name__
+    if _MARK in module.__dict__:
+        return Refusal(type_name, "it was not traced when the checkpoint was saved")
     if "forward" in module.__dict__:
         return Refusal(type_name, "its forward was replaced on the instance")
     hooks = (module._forward_hooks, module._forward_pre_hooks)
