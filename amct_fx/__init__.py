@@ -12,6 +12,7 @@ from amct_fx.checkpoint import load_checkpoint, save_checkpoint
 from amct_fx.config import CompressionConfig, load_config
 from amct_fx.control import param_groups
 from amct_fx.convert import convert_amct
+from amct_fx.distill import distill, prepare_distill_amct
 from amct_fx.errors import (
     AmctError,
     AmctFileNotFoundError,
@@ -26,6 +27,7 @@ from amct_fx.errors import (
     ConfigFileNotFoundError,
     ConfigTypeError,
     ConvertError,
+    DistillError,
     ExportError,
     InputDataError,
     LayerTypeError,
@@ -61,6 +63,7 @@ __all__ = [
     "ConfigFileNotFoundError",
     "ConfigTypeError",
     "ConvertError",
+    "DistillError",
     "ExportError",
     "InputDataError",
     "LayerTypeError",
@@ -73,12 +76,14 @@ __all__ = [
     "RecordParseError",
     "analyze",
     "convert_amct",
+    "distill",
     "export_onnx",
     "get_backend_config",
     "get_qconfig_mapping",
     "load_checkpoint",
     "load_config",
     "param_groups",
+    "prepare_distill_amct",
     "prepare_qat_amct",
     "prune_plan",
     "save_checkpoint",

@@ -28,6 +28,7 @@ __all__ = [
     "ConfigFileNotFoundError",
     "ConfigTypeError",
     "ConvertError",
+    "DistillError",
     "ExportError",
     "InputDataError",
     "LayerTypeError",
@@ -152,6 +153,10 @@ class RecordParseError(RecordError, RuntimeError):
 
 class BackendError(AmctError, RuntimeError):
     """A library that runs converted models is missing, or cannot be used here; says why."""
+
+
+class DistillError(AmctError, RuntimeError):
+    """A distillation that cannot go on: a block failed, or the disk is full; names the group."""
 
 
 class ConvertError(AmctError, RuntimeError):

@@ -8,7 +8,13 @@ Names, order of arguments and the classes of errors are AMCT's. The files that a
 for byte, those of AMCT; ``docs/configuration.md`` lists where a value in them differs on purpose.
 """
 
-from amct_fx.amct_pytorch.distill import create_distill_config
+from amct_fx.amct_pytorch.distill import (
+    DistillSampleBase,
+    create_distill_config,
+    create_distill_model,
+    distill,
+    save_distill_model,
+)
 from amct_fx.amct_pytorch.ops import (
     GRUQAT,
     LSTMQAT,
@@ -35,11 +41,15 @@ __all__ = [
     "Conv3dQAT",
     "ConvTranspose1dQAT",
     "ConvTranspose2dQAT",
+    "DistillSampleBase",
     "LinearQAT",
     "MatMulQAT",
     "create_distill_config",
+    "create_distill_model",
     "create_quant_retrain_config",
     "create_quant_retrain_model",
+    "distill",
     "restore_quant_retrain_model",
+    "save_distill_model",
     "save_quant_retrain_model",
 ]

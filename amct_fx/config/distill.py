@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-_STARTS_LIKE_CFG = re.compile(
+STARTS_LIKE_CFG = re.compile(
     r"\s*(batch_num|group_size|data_dump|distill_\w+|quant_skip_layers|quant_skip_layer_types)\s*[:{<]"
 )
 
@@ -161,7 +161,7 @@ def load_distill_config(
         return DistillConfig()
     if isinstance(source, DistillConfig):
         return source
-    text, file = read_source(source, _STARTS_LIKE_CFG)
+    text, file = read_source(source, STARTS_LIKE_CFG)
     return parse_distill_cfg(text, file=file)
 
 

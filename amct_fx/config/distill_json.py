@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from amct_fx.config.files import read_text, write_text
+from amct_fx.config.files import read_source, read_text, write_text
 from amct_fx.config.json_config import (
     DATA_KEYS,
     WEIGHT_KEYS,
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DistillPlan",
     "distill_to_dict",
+    "load_distill",
     "load_distill_json",
     "parse_distill_json",
     "save_distill_json",
@@ -102,6 +103,41 @@ def save_distill_json(path: str | os.PathLike[str], value: Mapping[str, Any]) ->
     if Path(path).exists():
         warn(f"{path} exists and is replaced")
     write_text(path, dump_json(value))
+
+
+def load_distill(source: object) -> DistillConfig | DistillPlan:
+    """Read a distillation configuration of any kind.
+
+    Args:
+        source: Path or text of a ``.cfg`` or a JSON file, a dict with the keys of the JSON file, a
+            :class:`~amct_fx.config.distill.DistillConfig` or :class:`DistillPlan`, which is
+            returned, or ``None`` for the defaults.
+
+    Raises:
+        ConfigFileNotFoundError: When there is no such file.
+        ConfigError: When it cannot be read.
+
+    Example:
+        >>> load_distill("group_size: 3").group_size
+        3
+    """
+    from amct_fx.config.distill import (
+        STARTS_LIKE_CFG,
+        DistillConfig,
+        load_distill_config,
+        parse_distill_cfg,
+    )
+
+    if isinstance(source, (DistillConfig, DistillPlan)):
+        return source
+    if source is None:
+        return load_distill_config(None)
+    if isinstance(source, Mapping):
+        return parse_distill_json(source)
+    text, file = read_source(source, STARTS_LIKE_CFG)
+    if text.lstrip().startswith("{") or (file and Path(file).suffix.lower() == ".json"):
+        return parse_distill_json(load_json(text, file=file), text=text, file=file)
+    return parse_distill_cfg(text, file=file)
 
 
 def load_distill_json(path: str | os.PathLike[str]) -> DistillPlan:

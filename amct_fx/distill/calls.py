@@ -43,13 +43,25 @@ class Calls:
         for region in self.regions:
             for module, nodes in layer_calls(region.graph, region.module).items():
                 self._calls[module] += [Call(region, node) for node in nodes]
-            for node in region.graph.nodes:
-                self._positions[node] = len(self._positions)
             self._readers[region.name] = shape_readers(region.graph)
+        for region in self.regions:
+            self._number(region)
 
     def position(self, node: fx.Node) -> int:
-        """Return a number that grows along each graph, and from one region to the next."""
+        """Return a number that grows along each graph; parts inside a call come before the call."""
         return self._positions[node]
+
+    def _number(self, region: Region) -> None:
+        """Number the nodes of a region, and of the regions inside the modules that it calls."""
+        for node in region.graph.nodes:
+            if node in self._positions:
+                return
+            if node.op == "call_module":
+                inside = f"{region.full_name(str(node.target))}."
+                for other in self.regions:
+                    if f"{other.name}.".startswith(inside) and other is not region:
+                        self._number(other)
+            self._positions[node] = len(self._positions)
 
     def of_module(self, module: nn.Module | None) -> list[Call]:
         """Return the calls of a module."""

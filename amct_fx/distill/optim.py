@@ -1,0 +1,129 @@
+"""The optimizer of a group. Source: spec/distillation.md section 9.3, table of defaults."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from amct_fx.observers import ULQFakeQuantize, ULQWeightFakeQuantize
+
+__all__ = ["CLIP_LR", "OptimizerFactory", "Trained", "default_optimizer", "rebuilt_optimizer"]
+
+OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
+"""Takes parameter groups, returns an optimizer."""
+
+CLIP_LR = 0.1
+"""AMCT's learning rate of clips: a step of Adam moves a clip by about as much."""
+
+_CLIP_STEP = 0.01
+"""Largest step of a clip by default, as a share of its range."""
+_SCALE_LR = 1e-4
+_WEIGHT_DECAY = 0.01
+
+
+@dataclass
+class Trained:
+    """The parameters of one group, by what they are.
+
+    Args:
+        clips: Clips of input ranges.
+        scales: Learned scales of weights.
+        rest: Weights, biases, and what else the modules own.
+        spans: Width of the input range that each clip belongs to.
+    """
+
+    clips: list[nn.Parameter] = field(default_factory=list)
+    scales: list[nn.Parameter] = field(default_factory=list)
+    rest: list[nn.Parameter] = field(default_factory=list)
+    spans: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, module: nn.Module, parameters: Iterable[nn.Parameter]) -> Trained:
+        """Sort parameters.
+
+        Args:
+            module: Holds the quantizers.
+            parameters: Those that are trained.
+        """
+        spans = {
+            clip: float(part.clip_max.detach() - part.clip_min.detach())
+            for part in module.modules()
+            if isinstance(part, ULQFakeQuantize)
+            for clip in (part.clip_max, part.clip_min)
+        }
+        scales = {
+            part.scale for part in module.modules() if isinstance(part, ULQWeightFakeQuantize)
+        }
+        found = cls()
+        for parameter in parameters:
+            if parameter in spans:
+                found.clips.append(parameter)
+                found.spans.append(spans[parameter])
+            else:
+                (found.scales if parameter in scales else found.rest).append(parameter)
+        return found
+
+    def all(self) -> list[nn.Parameter]:
+        """Return all of them."""
+        return [*self.rest, *self.scales, *self.clips]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return parameter groups for any optimizer; ranges and scales do not decay."""
+        ranges = [*self.clips, *self.scales]
+        groups: list[dict[str, Any]] = [{"params": self.rest}] if self.rest else []
+        return [*groups, {"params": ranges, "weight_decay": 0.0}] if ranges else groups
+
+
+def default_optimizer(
+    trained: Trained, lr: float, clip_lr: float | None, factor: float = 1.0
+) -> Optimizer:
+    """Return AdamW with the learning rates of the specification.
+
+    Args:
+        trained: The parameters of the group.
+        lr: For weights, biases and batch norms.
+        clip_lr: For clips; ``None``: 0.1, but at most a hundredth of the range. A fixed step of
+            0.1 would cross a range such as [-0.2, 0.2] in a few steps.
+        factor: For all learning rates.
+    """
+    groups: list[dict[str, Any]] = [
+        {
+            "params": [clip],
+            "lr": factor * (min(CLIP_LR, _CLIP_STEP * span) if clip_lr is None else clip_lr),
+            "weight_decay": 0.0,
+        }
+        for clip, span in zip(trained.clips, trained.spans, strict=True)
+    ]
+    if trained.scales:
+        groups.append({"params": trained.scales, "lr": factor * _SCALE_LR, "weight_decay": 0.0})
+    if trained.rest:
+        groups.append({"params": trained.rest, "lr": factor * lr, "weight_decay": _WEIGHT_DECAY})
+    return torch.optim.AdamW(groups)
+
+
+def rebuilt_optimizer(optimizer: Optimizer, trained: Trained) -> Optimizer:
+    """Return an optimizer of the same class and with the same hyper-parameters.
+
+    Args:
+        optimizer: The user's, on any parameters; it is not changed.
+        trained: The parameters of the group.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> given = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        >>> rebuilt_optimizer(given, Trained(rest=[layer.weight])).defaults["momentum"]
+        0.9
+    """
+    settings = dict(optimizer.defaults)
+    settings |= {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    parameters = inspect.signature(type(optimizer).__init__).parameters
+    takes_all = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
+    known = {key: value for key, value in settings.items() if takes_all or key in parameters}
+    made: Optimizer = type(optimizer)(trained.groups(), **known)
+    return made

@@ -1,0 +1,108 @@
+"""A file from which an interrupted distillation goes on at the last finished group."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from amct_fx.config.files import replacing
+from amct_fx.distill.history import History
+from amct_fx.distill.sync import ranks
+from amct_fx.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import os
+
+    from amct_fx.distill.cuts import Cut
+
+__all__ = ["Checkpoint", "Progress"]
+
+_FORMAT = 1
+
+
+@dataclass
+class Progress:
+    """How far a distillation has come.
+
+    Attributes:
+        done: Number of finished groups.
+        random: State of torch's random numbers before the first batch was read, so that a shuffling
+            loader gives the same batches again.
+        history: Of the finished groups.
+        state: State dict of the student; ``None`` at the start.
+    """
+
+    done: int
+    random: Tensor
+    history: History
+    state: dict[str, Any] | None = None
+
+
+class Checkpoint:
+    """Writes and reads the file; without a path it does nothing.
+
+    Args:
+        path: The file; with several ranks each has its own, with the number of the rank behind.
+        cuts: The groups.
+        epochs: Epochs of the training; a file of another training is refused.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str] | None, cuts: Sequence[Cut], epochs: int
+    ) -> None:
+        self._path = None if path is None else Path(path)
+        if self._path is not None and ranks() > 1:
+            rank = torch.distributed.get_rank()
+            self._path = self._path.with_name(f"{self._path.name}.{rank}")
+        self._training = {"groups": [list(cut.names) for cut in cuts], "epochs": epochs}
+
+    def load(self) -> Progress:
+        """Return where to go on; the start if there is no file.
+
+        Raises:
+            CheckpointError: The file is no such file, or of another distillation.
+        """
+        if self._path is None or not self._path.exists():
+            return Progress(0, torch.get_rng_state(), History())
+        try:
+            content = torch.load(self._path, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, EOFError, RuntimeError, KeyError, ValueError) as error:
+            message = f"{self._path} cannot be read: {str(error).splitlines()[0]}"
+            raise CheckpointError(message) from error
+        if not isinstance(content, dict) or content.get("amct_fx_distillation") != _FORMAT:
+            message = f"{self._path} was not written by distill; give another checkpoint"
+            raise CheckpointError(message)
+        if content["training"] != self._training:
+            message = (
+                f"{self._path} is of a distillation with other groups or epochs; remove it, or "
+                "give another checkpoint"
+            )
+            raise CheckpointError(message)
+        history = History.from_dict(content["history"])
+        return Progress(content["done"], content["random"], history, content["state"])
+
+    def save(self, progress: Progress, student: nn.Module) -> None:
+        """Write the file after a group; a crash leaves the one of the group before."""
+        if self._path is None:
+            return
+        content = {
+            "amct_fx_distillation": _FORMAT,
+            "training": self._training,
+            "done": progress.done,
+            "random": progress.random,
+            "history": progress.history.to_dict(),
+            "state": student.state_dict(),
+        }
+        with replacing(self._path) as file:
+            torch.save(content, file)
+
+    def remove(self) -> None:
+        """Remove the file when all groups are done."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
