@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from amct_fx.distill.optim import OptimizerFactory
     from amct_fx.distill.options import BnMode, CacheKind, Loss
     from amct_fx.distill.samples import SampleFn
+    from amct_fx.onnx.arguments import Format
 
 __all__ = [
     "DistillSampleBase",
@@ -145,6 +146,7 @@ class DistillSampleBase(ABC):
     """From a batch of the loader to the inputs of the model; subclass it for :func:`distill`.
 
     Example:
+        >>> import torch
         >>> class Images(DistillSampleBase):
         ...     def get_model_input_data(self, samples):
         ...         return samples["image"]
@@ -276,7 +278,11 @@ def save_distill_model(
     check_prepared_model(model)
     converted = convert_amct(model)
     message = record_message(converted)
-    for path, form in ((paths.deploy, "ascend"), (paths.fake_quant, "fake_quant")):
+    forms: tuple[tuple[Path, Format], ...] = (
+        (paths.deploy, "ascend"),
+        (paths.fake_quant, "fake_quant"),
+    )
+    for path, form in forms:
         export_onnx(
             converted,
             input_data,

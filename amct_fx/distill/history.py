@@ -39,6 +39,13 @@ class GroupHistory:
     seconds: float = 0.0
     note: str = ""
 
+    def undo(self) -> None:
+        """Note that the group is in its calibrated state again."""
+        if self.kept_epoch:
+            self.after, self.kept_epoch = self.before, 0
+            text = "undone, it made the outputs of the model worse"
+            self.note = f"{self.note}; {text}" if self.note else text
+
     @property
     def label(self) -> str:
         """The modules, short."""
@@ -53,7 +60,10 @@ class History:
 
     Attributes:
         groups: One entry for each group.
-        teacher_passes: Full forwards of the teacher.
+        teacher_passes: Forwards of the teacher.
+        model_before: Mean squared error of the outputs of the calibrated student, on the measured
+            batches.
+        model_after: The same of the returned student.
         seconds: Time of the whole distillation.
 
     Example:
@@ -66,6 +76,8 @@ class History:
 
     groups: list[GroupHistory] = field(default_factory=list)
     teacher_passes: int = 0
+    model_before: float | None = None
+    model_after: float | None = None
     seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,13 +90,17 @@ class History:
         groups = [
             GroupHistory(**{**group, "names": tuple(group["names"])}) for group in value["groups"]
         ]
-        return cls(groups, value["teacher_passes"], value["seconds"])
+        return cls(**{**value, "groups": groups})
 
     def __str__(self) -> str:
         """Return a table with one row for each group."""
         width = max([5, *(len(group.label) for group in self.groups)])
         lines = [f"{'group':<{width}}  before   after    ratio  epoch  seconds"]
         lines += [_row(group, width) for group in self.groups]
+        if self.model_before is not None and self.model_after is not None:
+            lines.append(
+                f"error of the outputs {self.model_before:.3g} before, {self.model_after:.3g} after"
+            )
         lines.append(f"{self.teacher_passes} teacher passes, {self.seconds:.1f} s")
         return "\n".join(lines)
 

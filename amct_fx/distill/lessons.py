@@ -62,8 +62,8 @@ class Teacher:
         self._tapped = TappedModel(shadow, graphs, cuts, forms, with_outputs=True)
         self.passes = 0
 
-    def values_of_all(self, arguments: Sequence[Any]) -> list[list[GroupValues]]:
-        """Run once for all groups."""
+    def values_of_all(self, arguments: Sequence[Any]) -> tuple[list[list[GroupValues]], Any]:
+        """Run once for all groups; return their values, and the output of the model."""
         self.passes += 1
         return self._tapped.values_of_all(arguments)
 
@@ -160,10 +160,14 @@ class Lessons:
     Args:
         students: Gives the student's side.
         epochs: Number of epochs.
+        exam: The measured batches with what the teacher returns for them.
     """
 
-    def __init__(self, students: StudentInputs, epochs: int) -> None:
+    def __init__(
+        self, students: StudentInputs, epochs: int, exam: Sequence[tuple[Batch, Any]]
+    ) -> None:
         self.students = students
+        self.exam = exam
         self._epochs = epochs
         self._uneven: set[int] = set()
 
@@ -200,13 +204,17 @@ class CachedLessons(Lessons):
     Args:
         batches: By epoch and step.
         students: Gives the student's side.
-        batch_num: Batches that the calibration takes.
+        exam: As for :class:`Lessons`.
     """
 
-    def __init__(self, batches: list[list[Batch]], students: StudentInputs, batch_num: int) -> None:
-        super().__init__(students, len(batches))
+    def __init__(
+        self,
+        batches: list[list[Batch]],
+        students: StudentInputs,
+        exam: Sequence[tuple[Batch, Any]],
+    ) -> None:
+        super().__init__(students, len(batches), exam)
         self._batches = batches
-        self._count = max(batch_num, MEASURED)
 
     @property
     def steps(self) -> int:
@@ -215,7 +223,7 @@ class CachedLessons(Lessons):
 
     def measured(self, group: int) -> Callable[[], Iterator[Pair]]:
         """See :class:`Lessons`."""
-        return lambda: itertools.islice(self._epoch(group, 0), self._count)
+        return lambda: itertools.islice(self._epoch(group, 0), len(self.exam))
 
     def epochs(self, group: int) -> list[Callable[[], Iterator[Pair]]]:
         """See :class:`Lessons`."""
@@ -245,11 +253,11 @@ class LiveLessons(Lessons):
         epochs: int,
         batch_num: int,
     ) -> None:
-        super().__init__(students, epochs)
+        measured = itertools.islice(samples, max(batch_num, MEASURED))
+        exam = [(_Live(a, teacher), teacher.values_of_all(a)[1]) for a in measured]
+        super().__init__(students, epochs, exam)
         self._samples = samples
         self._teacher = teacher
-        count = max(batch_num, MEASURED)
-        self._measured = [_Live(a, teacher) for a in itertools.islice(samples, count)]
         self._steps = samples.count() * epochs
 
     @property
@@ -259,7 +267,7 @@ class LiveLessons(Lessons):
 
     def measured(self, group: int) -> Callable[[], Iterator[Pair]]:
         """See :class:`Lessons`."""
-        return lambda: (self._pair(group, None, batch) for batch in self._measured)
+        return lambda: (self._pair(group, None, batch) for batch, _ in self.exam)
 
     def epochs(self, group: int) -> list[Callable[[], Iterator[Pair]]]:
         """See :class:`Lessons`."""
@@ -271,8 +279,8 @@ class LiveLessons(Lessons):
 
 
 def collect(
-    samples: Samples, teacher: Teacher, cache: ActivationCache, epochs: int
-) -> list[list[Batch]]:
+    samples: Samples, teacher: Teacher, cache: ActivationCache, epochs: int, batch_num: int
+) -> tuple[list[list[Batch]], list[tuple[Batch, Any]]]:
     """Run the teacher over all batches of all epochs, and keep what the groups need.
 
     Args:
@@ -280,14 +288,22 @@ def collect(
         teacher: The teacher.
         cache: Where the values go.
         epochs: How often the loader is read.
+        batch_num: Batches that the calibration takes.
+
+    Returns:
+        The batches by epoch and step; those that are measured, with the output of the teacher.
     """
-    return [
-        [
-            cache.add(arguments, teacher.values_of_all(arguments), epoch=epoch, step=step)
-            for step, arguments in enumerate(samples)
-        ]
-        for epoch in range(epochs)
-    ]
+    batches: list[list[Batch]] = []
+    exam: list[tuple[Batch, Any]] = []
+    for epoch in range(epochs):
+        batches.append([])
+        for step, arguments in enumerate(samples):
+            values, output = teacher.values_of_all(arguments)
+            batch = cache.add(arguments, values, epoch=epoch, step=step)
+            batches[epoch].append(batch)
+            if epoch == 0 and step < max(batch_num, MEASURED):
+                exam.append((batch, _moved(output, torch.device("cpu"))))
+    return batches, exam
 
 
 def _moved(values: Any, device: torch.device) -> Any:

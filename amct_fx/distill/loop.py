@@ -131,7 +131,12 @@ class GroupTrainer:
         if not parameters:
             warn(f"the group {block.cut} has nothing to train and stays as it is")
             history.note = history.note or "nothing to train"
-            self._progress.advance(sum(1 for epoch in epochs for _ in epoch()))
+            self._progress.advance(self._steps)
+            return history
+        if not any(pair.teacher for pair in measured()):
+            warn(f"no batch reaches the group {block.cut}, so it stays as it is")
+            history.note = "no batch reaches it"
+            self._progress.advance(self._steps)
             return history
         try:
             self._train(block, Trained.of(block.module, parameters), measured, epochs, history)

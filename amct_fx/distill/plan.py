@@ -115,6 +115,7 @@ def distillation_of(student: nn.Module) -> Distillation:
         ModelStateError: It is no such model.
 
     Example:
+        >>> from torch import nn
         >>> from amct_fx import prepare_distill_amct
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
         >>> print(distillation_of(prepare_distill_amct(model)))

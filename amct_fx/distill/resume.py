@@ -36,12 +36,14 @@ class Progress:
             loader gives the same batches again.
         history: Of the finished groups.
         state: State dict of the student; ``None`` at the start.
+        calibrated: Parameters and buffers of the student before the first group.
     """
 
     done: int
     random: Tensor
     history: History
     state: dict[str, Any] | None = None
+    calibrated: dict[str, Tensor] | None = None
 
 
 class Checkpoint:
@@ -85,7 +87,9 @@ class Checkpoint:
             )
             raise CheckpointError(message)
         history = History.from_dict(content["history"])
-        return Progress(content["done"], content["random"], history, content["state"])
+        return Progress(
+            content["done"], content["random"], history, content["state"], content["calibrated"]
+        )
 
     def save(self, progress: Progress, student: nn.Module) -> None:
         """Write the file after a group; a crash leaves the one of the group before."""
@@ -98,6 +102,7 @@ class Checkpoint:
             "random": progress.random,
             "history": progress.history.to_dict(),
             "state": student.state_dict(),
+            "calibrated": progress.calibrated,
         }
         with replacing(self._path) as file:
             torch.save(content, file)

@@ -18,6 +18,7 @@ from amct_fx.copying import shadow_model
 from amct_fx.distill.cache import ActivationCache, Folder, free_memory
 from amct_fx.distill.calibrate import calibrate, calibration_batches
 from amct_fx.distill.cuts import Block
+from amct_fx.distill.exam import Exam, tensors_of, undo_harmful_groups
 from amct_fx.distill.lessons import (
     CachedLessons,
     Lessons,
@@ -113,7 +114,8 @@ def distill(
             the group that is trained collect new ones.
         keep_best: Keep the best state of each group, as measured on up to 16 batches, so that none
             ends worse than it began. With the default optimizer, a group that no epoch made better
-            is trained again with a tenth of the learning rates, at most twice.
+            is trained again with a tenth of the learning rates, at most twice. Groups that made the
+            outputs of the whole model worse go back to their calibrated state.
         cache: Where the teacher's activations are kept: ``"ram"`` (up to ``cache_bytes``, the rest
             on disk), ``"disk"``, or ``"none"``: the teacher runs anew for each group. Default: as
             ``data_dump`` of the configuration says, ``"ram"`` or ``"disk"``.
@@ -210,6 +212,10 @@ class _Run:
         with Folder(options.dump_dir) as folder:
             lessons = self._lessons(samples, folder)
             shadow = lessons.students.student
+            exam = Exam(shadow, lessons.exam)
+            if state.calibrated is None:
+                state.calibrated = tensors_of(self._student)
+                state.history.model_before = exam.error()
             with ProgressBar(lessons.steps * len(self._cuts), shown) as bar:
                 trainer = GroupTrainer(options, bar, lessons.steps)
                 for number in range(state.done, len(self._cuts)):
@@ -220,6 +226,10 @@ class _Run:
                     )
                     state.done = number + 1
                     resumable.save(state, self._student)
+            if options.keep_best:
+                undo_harmful_groups(exam, self._cuts, state.calibrated, state.history)
+            else:
+                state.history.model_after = exam.error()
         state.history.teacher_passes = self._teacher.passes
         state.history.seconds += time.perf_counter() - started
         return state.history
@@ -237,11 +247,11 @@ class _Run:
             budget = free_memory() // 2 if options.cache_bytes is None else options.cache_bytes
         labels = [cut.names[0] for cut in self._cuts]
         cache = ActivationCache(labels, folder, self._device, budget)
-        batches = collect(samples, teacher, cache, options.epochs)
+        batches, exam = collect(samples, teacher, cache, options.epochs, batch_num)
         check_equal_counts(sum(map(len, batches)), self._device)
         inputs = [batch.inputs for batch in itertools.chain.from_iterable(batches)]
         calibrate(self._student, (read() for read in itertools.cycle(inputs)))
-        return CachedLessons(batches, self._student_inputs(cache.memory_left), batch_num)
+        return CachedLessons(batches, self._student_inputs(cache.memory_left), exam)
 
     def _student_inputs(self, budget: int) -> StudentInputs:
         shadow = shadow_model(self._student, share_buffers=True).eval()

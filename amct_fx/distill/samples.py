@@ -103,7 +103,12 @@ class Samples:
                 f"{_describe(found)}"
             )
             raise ArgumentError(message)
-        return tuple(item.to(self._device) for item in arguments)
+        return tuple(_ordinary(item).to(self._device) for item in arguments)
+
+
+def _ordinary(tensor: Tensor) -> Tensor:
+    """Return a tensor that autograd knows, also for one made in inference mode."""
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def _describe(value: Any) -> str:

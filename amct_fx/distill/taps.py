@@ -137,12 +137,16 @@ class TappedModel:
             install_graph(root, graph, forms[name])
 
     @torch.no_grad()
-    def values_of_all(self, inputs: Sequence[Any]) -> list[list[GroupValues]]:
-        """Run the model once; return per group one item for each call of its region."""
-        self._run(inputs, range(len(self.cuts)), stop_early=False)
+    def values_of_all(self, inputs: Sequence[Any]) -> tuple[list[list[GroupValues]], Any]:
+        """Run the model once.
+
+        Returns:
+            Per group one item for each call of its region, and the output of the model.
+        """
+        output = self._run(inputs, range(len(self.cuts)), stop_early=False)
         found = [self._taps.take(index) for index in range(len(self.cuts))]
         self._taps.clear()
-        return found
+        return found, output
 
     @torch.no_grad()
     def values_of(self, index: int, inputs: Sequence[Any]) -> list[GroupValues]:
@@ -152,17 +156,19 @@ class TappedModel:
         self._taps.clear()
         return found
 
-    def _run(self, inputs: Sequence[Any], wanted: Sequence[int], *, stop_early: bool) -> None:
+    def _run(self, inputs: Sequence[Any], wanted: Sequence[int], *, stop_early: bool) -> Any:
         self._taps.clear()
         self._taps.wanted = frozenset(wanted)
         self._taps.stop_early = stop_early
         try:
-            self.model(*inputs)
+            return self.model(*inputs)
         except _Enough:
-            pass
+            return None
         except BaseException:
             self._taps.clear()
             raise
+        finally:
+            self._taps.wanted = frozenset()
 
 
 def _input_taps(graph: fx.Graph, cut: Cut, root: nn.Module) -> list[tuple[fx.Node, int, fx.Node]]:
