@@ -20,6 +20,7 @@ from amct_fx.amct_pytorch._arguments import (
     trace,
     unwrapped,
 )
+from amct_fx.amct_pytorch._save import save_files
 from amct_fx.checks import check_prepared_model
 from amct_fx.config.distill import DistillConfig, load_distill_config, resolve_distill
 from amct_fx.config.distill_json import (
@@ -32,12 +33,9 @@ from amct_fx.convert import convert_amct
 from amct_fx.distill import distill as _distill
 from amct_fx.distill import distill_facts, find_groups, prepare_distill_amct
 from amct_fx.errors import ArgumentError, ArgumentTypeError, ConfigError, InputDataError
-from amct_fx.onnx import export_onnx
-from amct_fx.record import record_message, write_record_message
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
 
     import torch
     from torch import nn
@@ -46,7 +44,6 @@ if TYPE_CHECKING:
     from amct_fx.distill.optim import OptimizerFactory
     from amct_fx.distill.options import BnMode, CacheKind, Loss
     from amct_fx.distill.samples import SampleFn
-    from amct_fx.onnx.arguments import Format
 
 __all__ = [
     "DistillSampleBase",
@@ -249,7 +246,7 @@ def save_distill_model(
     record_file: str | None = None,
     input_names: list[str] | None = None,
     output_names: list[str] | None = None,
-    dynamic_axes: Mapping[str, Any] | None = None,
+    dynamic_axes: dict[str, Any] | None = None,
 ) -> None:
     """Write a distilled student as AMCT's deploy file, its fake-quant file and the record.
 
@@ -266,6 +263,7 @@ def save_distill_model(
     Raises:
         ArgumentTypeError: An argument of the wrong type; names it.
         ConvertError: A layer was never calibrated, or a scale is not finite; names the layer.
+        ExportError: The model cannot be exported.
         InputDataError: ``input_data`` is neither a tensor nor a tuple of tensors.
         ModelStateError: The model has no quantizers.
         ModelTypeError: ``model`` is no module.
@@ -276,23 +274,15 @@ def save_distill_model(
     check_export_names(input_names, output_names, dynamic_axes)
     record = file_path("record_file", _RECORD if record_file is None else record_file)
     check_prepared_model(model)
-    converted = convert_amct(model)
-    message = record_message(converted)
-    forms: tuple[tuple[Path, Format], ...] = (
-        (paths.deploy, "ascend"),
-        (paths.fake_quant, "fake_quant"),
+    save_files(
+        convert_amct(model),
+        paths,
+        input_data,
+        record_file=record,
+        input_names=input_names,
+        output_names=output_names,
+        dynamic_axes=dynamic_axes,
     )
-    for path, form in forms:
-        export_onnx(
-            converted,
-            input_data,
-            path,
-            format=form,
-            input_names=input_names,
-            output_names=output_names,
-            dynamic_axes=dynamic_axes,
-        )
-    write_record_message(record, message)
 
 
 def _config(config_file: object) -> DistillConfig | DistillPlan:

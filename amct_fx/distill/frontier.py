@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_map_only
 
 from amct_fx.distill.cuts import extract, own_nodes
 from amct_fx.graph import fx_graph_of
-from amct_fx.graph.region import call_form_of
+from amct_fx.graph.attributes import resolved, unchanged
+from amct_fx.graph.region import guard_of
 
 if TYPE_CHECKING:
     from torch import fx
@@ -65,10 +66,12 @@ class FrontierModel:
 
     def leaves(self, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Return the values of the placeholders; ``None`` for a call the graph does not serve."""
-        form = call_form_of(self._root)
-        if form is None:
+        guard = guard_of(self._root)
+        if not unchanged(resolved(self._root, guard.watched)):
+            return None
+        if guard.form is None:
             return arguments
-        found = form.leaves(arguments, {})
+        found = guard.form.leaves(arguments, {})
         return None if found is None else tuple(found)
 
     @torch.no_grad()

@@ -25,7 +25,7 @@ from amct_fx.distill.frontier import Frontier, FrontierModel
 from amct_fx.distill.loop import Pair
 from amct_fx.distill.taps import TappedModel
 from amct_fx.graph import GraphForward, fx_graph_of
-from amct_fx.graph.region import call_form_of
+from amct_fx.graph.region import guard_of
 
 if TYPE_CHECKING:
     from amct_fx.distill.cache import ActivationCache, Batch
@@ -55,11 +55,11 @@ class Teacher:
 
     def __init__(self, model: nn.Module, student: nn.Module, cuts: Sequence[Cut]) -> None:
         shadow = shadow_model(model, share_buffers=False).eval()
-        graphs, forms = {}, {}
+        graphs, guards = {}, {}
         for name in dict.fromkeys(cut.region for cut in cuts):
             region = region_of(student, name)
-            graphs[name], forms[name] = float_graph(region), call_form_of(region)
-        self._tapped = TappedModel(shadow, graphs, cuts, forms, with_outputs=True)
+            graphs[name], guards[name] = float_graph(region), guard_of(region)
+        self._tapped = TappedModel(shadow, graphs, cuts, guards, with_outputs=True)
         self.passes = 0
 
     def values_of_all(self, arguments: Sequence[Any]) -> tuple[list[list[GroupValues]], Any]:
@@ -131,11 +131,11 @@ class StudentInputs:
         """Run the student from its inputs."""
         if self._tapped is None:
             shadow = shadow_model(self.student, share_buffers=True)
-            graphs, forms = {}, {}
+            graphs, guards = {}, {}
             for name in dict.fromkeys(cut.region for cut in self.cuts):
                 region = region_of(shadow, name)
-                graphs[name], forms[name] = fx_graph_of(region), call_form_of(region)
-            self._tapped = TappedModel(shadow, graphs, self.cuts, forms, with_outputs=False)
+                graphs[name], guards[name] = fx_graph_of(region), guard_of(region)
+            self._tapped = TappedModel(shadow, graphs, self.cuts, guards, with_outputs=False)
         values = self._tapped.values_of(group, batch.inputs())
         return [item.inputs for item in values]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
-from amct_fx.checks import check_choices
+from amct_fx.choices import check_choices
 from amct_fx.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:

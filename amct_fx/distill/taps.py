@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from amct_fx.distill.cuts import Cut
-    from amct_fx.graph.signature import CallForm
+    from amct_fx.graph.runtime_guard import Guard
 
 __all__ = ["GroupValues", "TappedModel"]
 
@@ -101,8 +101,8 @@ class TappedModel:
         model: A shadow of the model, in eval mode; its traced parts get taps.
         graphs: The graph of each of its traced parts, by name; changed.
         cuts: The groups.
-        forms: The form of call that each graph is for, by name; calls of another form run code
-            that has no taps.
+        guards: What each graph relies on, by name; where that does not hold, code runs that has
+            no taps.
         with_outputs: Also take what leaves a group.
     """
 
@@ -111,7 +111,7 @@ class TappedModel:
         model: nn.Module,
         graphs: Mapping[str, fx.Graph],
         cuts: Sequence[Cut],
-        forms: Mapping[str, CallForm | None],
+        guards: Mapping[str, Guard],
         *,
         with_outputs: bool,
     ) -> None:
@@ -134,7 +134,7 @@ class TappedModel:
             for place, index, slot, value in places[name]:
                 with graph.inserting_before(_behind_placeholders(place)):
                     graph.call_module("_amct_taps", (index, slot, value))
-            install_graph(root, graph, forms[name])
+            install_graph(root, graph, guards[name])
 
     @torch.no_grad()
     def values_of_all(self, inputs: Sequence[Any]) -> tuple[list[list[GroupValues]], Any]:

@@ -16,6 +16,7 @@ from amct_fx.distill.frontier import Frontier, FrontierModel
 from amct_fx.distill.lessons import Teacher
 from amct_fx.distill.taps import TappedModel
 from amct_fx.graph import fx_graph_of, regions
+from amct_fx.graph.runtime_guard import OPEN
 from test.networks import NetWithIsland
 
 from .models import Chain, Pairs, Residual, calibrated, images, trained_norms
@@ -46,7 +47,7 @@ def test_a_block_equals_the_same_slice_of_the_whole_forward(name: str) -> None:
     shadow = shadow_model(student, share_buffers=True).eval()
     tapped = shadow_model(student, share_buffers=True).eval()
     graphs = {part: fx_graph_of(region) for part, region in regions(tapped)}
-    taps = TappedModel(tapped, graphs, cuts, dict.fromkeys(graphs), with_outputs=True)
+    taps = TappedModel(tapped, graphs, cuts, dict.fromkeys(graphs, OPEN), with_outputs=True)
     moving = FrontierModel(shadow, dict(enumerate(cuts)))  # type: ignore[arg-type]
     frontier = Frontier(None, (x,))
     given = x.clone()
