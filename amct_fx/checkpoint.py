@@ -166,6 +166,7 @@ def _converted_shell(prepared: nn.Module, state: Mapping[str, Any], path: str) -
     for name, layer in prepared.named_modules():
         if isinstance(layer, QATLayer) and not _stays_float(layer, name, state):
             _end_calibration(layer)
+    _end_calibration_of_results(prepared)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", AmctWarning)  # was issued when the file was made
@@ -215,6 +216,13 @@ def _end_calibration(layer: QATLayer) -> None:
             quantizer.initialize(getattr(layer, weight))
     for module in layer.modules():
         if isinstance(module, ULQFakeQuantize):
+            module.set_clips(1.0, -1.0)
+
+
+def _end_calibration_of_results(model: nn.Module) -> None:
+    """Give every quantizer of a result some range; those of layers that stay float go unused."""
+    for name, module in model.named_modules():
+        if isinstance(module, ULQFakeQuantize) and name.endswith("output_fake_quant"):
             module.set_clips(1.0, -1.0)
 
 

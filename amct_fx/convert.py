@@ -19,6 +19,7 @@ from amct_fx.copying import copy_model
 from amct_fx.distributed import RangeMerger
 from amct_fx.errors import ConvertError
 from amct_fx.fold import foldable_batch_norm, used_elsewhere
+from amct_fx.freezing import frozen_quantizers, replace_fake_quantizers
 from amct_fx.graph import (
     GraphForward,
     fx_graph_of,
@@ -30,7 +31,7 @@ from amct_fx.graph import (
     regions,
 )
 from amct_fx.nn.qat import QATLayer
-from amct_fx.nn.quantized import Quantize, QuantizedLayer
+from amct_fx.nn.quantized import Quantize
 from amct_fx.pruning import remove_pruned
 from amct_fx.report.preparation import record_conversion
 from amct_fx.unused import leave_unused_layers_float
@@ -111,11 +112,7 @@ def _convert_region(region: GraphForward, name: str, foreign: Container[nn.Modul
     graph = fx_graph_of(region)
     folded: set[nn.Module] = set()
     calls = layer_calls(graph, region)
-    quantizers: dict[nn.Module | None, Quantize] = {
-        module: Quantize.from_fake_quant(module, _owner(nodes[0]))
-        for module, nodes in calls.items()
-        if isinstance(module, FakeQuantizeBase)
-    }
+    quantizers = frozen_quantizers(calls)
     for layer, nodes in calls.items():
         if not isinstance(layer, QATLayer) or layer.quantizes_input:
             continue
@@ -127,16 +124,9 @@ def _convert_region(region: GraphForward, name: str, foreign: Container[nn.Modul
         _forget_float_input(nodes)
         for batch_norm_node, node in zip(following, nodes, strict=False):
             folded |= _bypass(batch_norm_node, node, region)
-    for module, nodes in calls.items():
-        if module in quantizers:
-            _replace_quantizer(nodes, quantizers[module], region)
+    replace_fake_quantizers(calls, quantizers, region)
     _drop_modules(region, graph, folded)
     install_graph(region, graph, guard_of(region))
-
-
-def _owner(quantizer: fx.Node) -> str:
-    """Return the name of the layer that owns the input quantizer which a node calls."""
-    return str(quantizer.target).removesuffix(".input_fake_quant")
 
 
 def _forget_float_input(calls: list[fx.Node]) -> None:
@@ -161,20 +151,6 @@ def _drop_modules(region: nn.Module, graph: fx.Graph, folded: set[nn.Module]) ->
         for key, child in parent._modules.items():
             if child in folded and child not in called:
                 parent._modules[key] = nn.Identity()
-
-
-def _replace_quantizer(nodes: list[fx.Node], quantize: Quantize, region: nn.Module) -> None:
-    """Put ``quantize`` and its dequantize where the fake-quantizer was, in graph and owner."""
-    path = _owner(nodes[0])
-    owner = region.get_submodule(path)
-    assert isinstance(owner, QuantizedLayer)
-    owner.own_input_quantizer(quantize)
-    for node in nodes:
-        with node.graph.inserting_before(node):
-            codes = node.graph.call_module(f"{path}.input_quantize", node.args)
-            values = node.graph.call_module(f"{path}.input_dequantize", (codes,))
-        node.replace_all_uses_with(values)
-        node.graph.erase_node(node)
 
 
 def _remaining_layers(model: nn.Module) -> Iterator[tuple[str, QATLayer]]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from amct_fx.config import LayerFacts, ModelFacts, PruneMode
     from amct_fx.distributed import RangeMergeRule
+    from amct_fx.outputs import Outputs
 
 __all__ = ["Discovery", "PrepareOptions", "discovered"]
 
@@ -42,6 +43,7 @@ class PrepareOptions:
     reused: Reuse = "float"
     functional: bool = False
     range_merge: RangeMergeRule = "mean"
+    outputs: Outputs = "float"
 
     def __post_init__(self) -> None:
         """Check the options that have a fixed set of values."""
@@ -49,6 +51,7 @@ class PrepareOptions:
             fixed_min_rule=(self.fixed_min_rule, ("relu", "nonnegative")),
             reused=(self.reused, ("float", "quantize")),
             range_merge=(self.range_merge, ("mean", "max")),
+            outputs=(self.outputs, ("float", "quantize")),
         )
 
 

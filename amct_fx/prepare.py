@@ -23,6 +23,7 @@ from amct_fx.discovery import PrepareOptions, discovered
 from amct_fx.distributed import RangeMerger, RangeMergeRule
 from amct_fx.insertion import check_tied_weights, insert_quantizers
 from amct_fx.nn.fused import disable_fused_paths
+from amct_fx.outputs import Outputs, quantize_outputs
 from amct_fx.prune.options import PruneOptions
 from amct_fx.prune.remove import remove_channels
 from amct_fx.pruning import attach_pruning, plan_pruning
@@ -61,6 +62,7 @@ def prepare_qat_amct(
     reused: Reuse = "float",
     functional: bool = False,
     range_merge: RangeMergeRule = "mean",
+    outputs: Outputs = "float",
     dialect: str = "auto",
     name_map: Mapping[str, str] | None = None,
     plan: PrunePlan | Mapping[str, torch.Tensor] | None = None,
@@ -95,6 +97,10 @@ def prepare_qat_amct(
             parts; each is addressed by the name of its node in the graph.
         range_merge: How the ranks of a distributed training join the ranges they calibrated:
             ``"mean"``, or ``"max"`` for the widest.
+        outputs: ``"quantize"`` also quantizes the results of convolutions, additions and poolings,
+            with ranges that are learned too, for the fastest file of onnxruntime
+            (``export_onnx(..., format="qdq_full")``). This is not AMCT's arithmetic; every range of
+            values that cannot be negative then starts at 0.
         dialect: ``"mindspore"`` refuses what AMCT for MindSpore has no field for; ``"auto"`` reads
             both kinds of file.
         name_map: New names of layers, by the names in the configuration.
@@ -125,7 +131,9 @@ def prepare_qat_amct(
     """
     check_float_model(model)
     prune_options = PruneOptions.of(pruning)
-    options = PrepareOptions(fixed_min_rule, linear_channel_wise, reused, functional, range_merge)
+    options = PrepareOptions(
+        fixed_min_rule, linear_channel_wise, reused, functional, range_merge, outputs
+    )
     config, resolution, settings = None, None, {}
     if not isinstance(cfg, QConfigMapping):
         config = load_config(cfg, dialect=dialect, name_map=name_map)
@@ -149,7 +157,11 @@ def prepare_qat_amct(
     warn_of_reused_layers(found.facts)
     if chosen is not None and prune_options.apply == "prepare":
         remove_channels(prepared, chosen, found.captured.regions, install=False)
-    insert_quantizers(prepared, found.captured, qconfigs, fixed_min_rule)
+    quantize = outputs == "quantize"
+    rule: FixedMinRule = "nonnegative" if quantize else fixed_min_rule
+    insert_quantizers(prepared, found.captured, qconfigs, rule)
+    if quantize:
+        quantize_outputs(found.captured)
     attach_pruning(prepared, settings, chosen, prune_options)
     disable_fused_paths(prepared)
     RangeMerger(calibration_forwards(qconfigs.values()), range_merge).attach(prepared)

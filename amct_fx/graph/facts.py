@@ -20,9 +20,11 @@ __all__ = [
     "initial_hidden_state",
     "is_nonnegative",
     "is_nonnegative_input",
+    "kind_of",
     "layer_calls",
     "layer_input",
     "module_of",
+    "mutates",
     "tensor_version",
     "weight_readers",
 ]
@@ -170,7 +172,7 @@ def tensor_version(tensor: fx.Node, consumer: fx.Node, root: nn.Module) -> fx.No
         user
         for alias in _aliases(tensor, root)
         for user in alias.users
-        if user is not consumer and tensor < user < consumer and _mutates(user, alias, root)
+        if user is not consumer and tensor < user < consumer and mutates(user, alias, root)
     ]
     return max(changes, default=None)
 
@@ -240,7 +242,7 @@ class _Facts:
 def _is_nonnegative(node: fx.Node, facts: _Facts) -> bool:
     if not facts.known(node):
         return False
-    kind = _kind(node, facts.root)
+    kind = kind_of(node, facts.root)
     if kind in _RELU:
         return True
     if kind in _PASS:
@@ -284,7 +286,7 @@ def _operands(node: fx.Node) -> Iterator[fx.Node | int | float]:
             yield value
 
 
-def _kind(node: fx.Node, root: nn.Module) -> Any:
+def kind_of(node: fx.Node, root: nn.Module) -> Any:
     """Return what a node does: the class of a module, a function, or the name of a method."""
     if node.op == "call_module":
         return type(module_of(node, root))
@@ -292,7 +294,7 @@ def _kind(node: fx.Node, root: nn.Module) -> Any:
 
 
 def _is_clamp_at_zero(node: fx.Node, root: nn.Module) -> bool:
-    if _kind(node, root) is nn.Hardtanh:
+    if kind_of(node, root) is nn.Hardtanh:
         hardtanh = module_of(node, root)
         return isinstance(hardtanh, nn.Hardtanh) and hardtanh.min_val >= 0
     clamps = (torch.clamp, torch.clamp_, torch.clip, "clamp", "clamp_", "clip", "clip_", F.hardtanh)
@@ -335,12 +337,12 @@ def _is_view(node: fx.Node, root: nn.Module) -> bool:
     source = layer_input(node)
     if source is None:
         return False
-    kind = _kind(node, root)
+    kind = kind_of(node, root)
     name = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
-    return kind in _PASS or name in _VIEWS or _mutates(node, source, root)
+    return kind in _PASS or name in _VIEWS or mutates(node, source, root)
 
 
-def _mutates(user: fx.Node, tensor: fx.Node, root: nn.Module) -> bool:
+def mutates(user: fx.Node, tensor: fx.Node, root: nn.Module) -> bool:
     """Say whether ``user`` may write into ``tensor``."""
     if user.kwargs.get("out") is tensor:
         return True

@@ -15,7 +15,7 @@ from onnx import NodeProto, helper, numpy_helper
 from torch import nn
 
 from amct_fx.errors import ExportError
-from amct_fx.onnx.graph import Graph, attributes
+from amct_fx.onnx.graph import Graph, attributes, set_attributes
 from amct_fx.onnx.layers import MOVES_VALUES, LayerCall
 from amct_fx.onnx.numbers import (
     Range,
@@ -62,7 +62,7 @@ def rewrite_for_ascend(graph: Graph, calls: list[LayerCall]) -> None:
         if node.op_type == "BatchNormalization" and not attributes(node).get("training_mode"):
             kept = attributes(node)
             kept.pop("training_mode", None)  # the older form has none, and means the same
-            _set_attributes(node, **kept)
+            set_attributes(node, **kept)
     graph.prune()
     _check_left(graph)
 
@@ -141,19 +141,14 @@ def _take_integers(graph: Graph, call: LayerCall, quantized: str) -> None:
     node.input[:] = inputs
     node.name = call.name
     if node.op_type == "Gemm":
-        _set_attributes(node, alpha=1.0, beta=1.0, transB=0)
+        set_attributes(node, alpha=1.0, beta=1.0, transB=0)
     elif node.op_type in ("Conv", "ConvTranspose"):
         kept = attributes(node)
         for key in ("auto_pad", "output_padding"):
             if kept.get(key) in ("NOTSET", [0] * len(kept.get(key) or ())):
                 kept.pop(key)
-        _set_attributes(node, **kept)
+        set_attributes(node, **kept)
     graph.changed()
-
-
-def _set_attributes(node: NodeProto, **values: Any) -> None:
-    node.ClearField("attribute")
-    node.attribute.extend(helper.make_attribute(key, value) for key, value in values.items())
 
 
 def _dequantize(graph: Graph, call: LayerCall) -> None:
@@ -252,11 +247,12 @@ def _only_shape_is_read(graph: Graph, tensor: str) -> bool:
 
 def _check_left(graph: Graph) -> None:
     for node in graph.nodes:
-        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
-            readers = ", ".join(reader.op_type for reader in graph.readers(node.output[0]))
+        if node.op_type == "DequantizeLinear":
+            readers = {reader.op_type for reader in graph.readers(node.output[0])}
             message = (
-                f"the quantized tensor {node.input[0]!r} is read by {readers or 'nothing known'}, "
-                "which ATC has no integer form for; quantize only inputs and weights of layers"
+                f"the quantized tensor {node.input[0]!r} is read by {', '.join(sorted(readers))}, "
+                "which ATC has no integer form for; quantize only inputs and weights of layers, "
+                "so prepare without outputs='quantize'"
             )
             raise ExportError(message)
         if node.domain not in ("", "ai.onnx"):

@@ -11,8 +11,10 @@ from amct_fx.nn.quantized import QuantizedLayer
 from amct_fx.onnx.arguments import FORMATS
 from amct_fx.onnx.ascend import pack_weights, rewrite_for_ascend
 from amct_fx.onnx.fake_quant import lower_to_standard
+from amct_fx.onnx.fusing import drop_needless_clips, fold_unfused_weights, repeat_quantizers
 from amct_fx.onnx.graph import Graph
 from amct_fx.onnx.layers import LayerCall, find_layers, name_activations
+from amct_fx.onnx.pairs import pair_weights
 from amct_fx.onnx.qdq import name_layers, use_unsigned_activations
 from amct_fx.onnx.recurrent import keep_recurrent_layers_whole
 from amct_fx.onnx.source import Request, export_model, exporters_for
@@ -32,6 +34,7 @@ class Options:
     """What some formats can vary; see :func:`amct_fx.export_onnx`."""
 
     signed_activations: bool = False
+    fold_unfused_weights: bool = False
 
 
 def build(
@@ -90,6 +93,29 @@ def _build_qdq(graph: Graph, calls: list[LayerCall], model: nn.Module, options: 
     name_layers(graph, calls)
     if not options.signed_activations:
         use_unsigned_activations(graph)
+    if options.fold_unfused_weights:
+        fold_unfused_weights(graph, calls)
+    graph.prune()
+
+
+def _build_qdq_full(
+    graph: Graph, calls: list[LayerCall], model: nn.Module, options: Options
+) -> None:
+    name_layers(graph, calls)
+    if not options.signed_activations:
+        use_unsigned_activations(graph)
+    drop_needless_clips(graph)
+    repeat_quantizers(graph, calls)
+    if options.fold_unfused_weights:
+        fold_unfused_weights(graph, calls)
+    graph.prune()
+
+
+def _build_qdq_pairs(
+    graph: Graph, calls: list[LayerCall], model: nn.Module, options: Options
+) -> None:
+    name_layers(graph, calls)
+    pair_weights(graph, calls)
     graph.prune()
 
 
@@ -109,6 +135,8 @@ def _build_fake_quant(
 
 _BUILDERS: dict[str, Callable[[Graph, list[LayerCall], nn.Module, Options], None]] = {
     "qdq": _build_qdq,
+    "qdq_full": _build_qdq_full,
+    "qdq_pairs": _build_qdq_pairs,
     "ascend": _build_ascend,
     "fake_quant": _build_fake_quant,
 }

@@ -6,7 +6,7 @@ Source: spec/deploy.md sections 2, 4, 5 and 6.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from amct_fx.convert import convert_amct
 from amct_fx.copying import copy_model
-from amct_fx.errors import ModelStateError
+from amct_fx.errors import ArgumentError, ModelStateError
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import Quantize, QuantizedLayer
 from amct_fx.onnx.arguments import Format, checked_inputs, checked_opset, rules_of
+from amct_fx.onnx.full import has_trained_outputs, quantize_outputs_on
 
 if TYPE_CHECKING:
     import os
@@ -40,17 +41,23 @@ def export_onnx(
     dynamic_shapes: Any = None,
     opset: int | None = None,
     exporter: Exporter = "auto",
+    calibration_data: Iterable[Any] | None = None,
     signed_activations: bool = False,
+    fold_unfused_weights: bool = False,
 ) -> None:
     """Write a prepared or converted model as an ONNX file.
 
     ===============  ============================================================  ============
     format           what the file is for                                          opset
     ===============  ============================================================  ============
-    ``"qdq"``        onnxruntime and others: QuantizeLinear and DequantizeLinear,  13 and newer,
-                     INT8 weights, INT32 biases                                    18
-    ``"ascend"``     Ascend's ATC: AscendQuant, integer operators, AscendDequant   8 to 18, 16
-    ``"fake_quant"`` AMCT's simulation of the deploy file, in float operators      8 to 22, 16
+    ``"qdq"``        onnxruntime and others: QuantizeLinear and DequantizeLinear,  13 to 23, 18
+                     INT8 weights, INT32 biases; what was trained
+    ``"qdq_full"``   onnxruntime at its fastest: results are quantized too, which  13 to 23, 18
+                     is not AMCT's arithmetic
+    ``"qdq_pairs"``  Ascend by way of ``amct_onnx.convert_qat_model``: float       13 to 18, 16
+                     weights behind QuantizeLinear and DequantizeLinear
+    ``"ascend"``     Ascend's ATC: AscendQuant, integer operators, AscendDequant   11 to 18, 16
+    ``"fake_quant"`` AMCT's simulation of the deploy file, in float operators      11 to 23, 16
     ===============  ============================================================  ============
 
     The last number is the default. INT16 activations need opset 21 in ``"qdq"``, which is then the
@@ -73,8 +80,13 @@ def export_onnx(
         opset: Version of ONNX's default operator set; ``None`` for the default of the format.
         exporter: ``"dynamo"`` (needs onnxscript), ``"torchscript"``, or ``"auto"``, which tries
             the better one for the format first.
-        signed_activations: Keep activations INT8 in ``"qdq"``. They are UINT8 otherwise, 128 above:
-            the same steps, which onnxruntime runs faster.
+        calibration_data: Batches, each a tensor or a tuple, that give the ranges of the results in
+            ``"qdq_full"``; not needed by a model prepared with ``outputs="quantize"``, whose ranges
+            are trained.
+        signed_activations: Keep activations INT8 in ``"qdq"`` and ``"qdq_full"``. They are UINT8
+            otherwise, 128 above: the same steps, which onnxruntime runs faster.
+        fold_unfused_weights: Store the weights of layers that onnxruntime runs in float anyway as
+            floats, with the values of the integers: a larger file that runs faster.
 
     Raises:
         ArgumentError: An argument is wrong: unknown format, opset that the format does not have,
@@ -111,11 +123,24 @@ def export_onnx(
     checked_opset(opset, format, exporter=exporter)
     converted = own_converted(model)
     version = checked_opset(opset, format, exporter=exporter, int16=_has_int16(converted))
+    if format == "qdq_full" and not has_trained_outputs(converted):
+        quantize_outputs_on(converted, calibration_data)
+    elif calibration_data is not None:
+        why = "the model has trained ranges" if format == "qdq_full" else f"{format!r} needs none"
+        message = f"calibration_data is for format 'qdq_full' without trained results; {why}"
+        raise ArgumentError(message)
 
     from amct_fx.onnx.build import Options, build
     from amct_fx.onnx.files import write_model
 
-    made = build(converted, inputs, format, version, exporter, Options(signed_activations))
+    made = build(
+        converted,
+        inputs,
+        format,
+        version,
+        exporter,
+        Options(signed_activations, fold_unfused_weights),
+    )
     write_model(made, path, suffix=rules.suffix)
 
 

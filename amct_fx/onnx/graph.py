@@ -19,7 +19,7 @@ from onnx import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Graph", "attribute", "attributes"]
+__all__ = ["Graph", "attribute", "attributes", "set_attributes"]
 
 
 class Graph:
@@ -87,24 +87,24 @@ class Graph:
     def add_initializer(self, name: str, value: NDArray[Any]) -> str:
         """Add a constant, unless it is there, and return its name."""
         if name not in self.initializers:
-            self.initializers[name] = numpy_helper.from_array(np.ascontiguousarray(value), name)
+            self.initializers[name] = numpy_helper.from_array(np.asarray(value, order="C"), name)
         return name
 
     def insert(self, nodes: Iterable[NodeProto], *, before: NodeProto) -> None:
         """Insert nodes in front of one."""
-        position = self._position(before)
+        position = self.position(before)
         self.nodes[position:position] = nodes
         self.changed()
 
     def append_after(self, node: NodeProto, nodes: Iterable[NodeProto]) -> None:
         """Insert nodes right behind one."""
-        position = self._position(node) + 1
+        position = self.position(node) + 1
         self.nodes[position:position] = nodes
         self.changed()
 
     def replace(self, old: NodeProto, *new: NodeProto) -> None:
         """Put nodes where one was."""
-        position = self._position(old)
+        position = self.position(old)
         self.nodes[position : position + 1] = new
         self.changed()
 
@@ -160,7 +160,8 @@ class Graph:
         self.__init__(self.model)  # type: ignore[misc]  # the nodes are copies now
         return self.model
 
-    def _position(self, node: NodeProto) -> int:
+    def position(self, node: NodeProto) -> int:
+        """Return the place of a node in the order of execution."""
         return next(i for i, other in enumerate(self.nodes) if other is node)
 
 
@@ -189,6 +190,12 @@ def attributes(node: NodeProto) -> dict[str, Any]:
     """
     found = {item.name: helper.get_attribute_value(item) for item in node.attribute}
     return {k: v.decode() if isinstance(v, bytes) else v for k, v in found.items()}
+
+
+def set_attributes(node: NodeProto, **values: Any) -> None:
+    """Give a node these attributes and no others."""
+    node.ClearField("attribute")
+    node.attribute.extend(helper.make_attribute(key, value) for key, value in values.items())
 
 
 def _subgraphs(node: NodeProto) -> Iterator[GraphProto]:
