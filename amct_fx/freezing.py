@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+import torch
 from torch import fx, nn
 from torch.ao.quantization import FakeQuantizeBase
 
 from amct_fx.nn.quantized import Dequantize, Quantize, QuantizedLayer
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["frozen_quantizers", "replace_fake_quantizers"]
 
@@ -44,7 +41,8 @@ def replace_fake_quantizers(
         quantizers: What :func:`frozen_quantizers` returned.
         region: The module that the graph belongs to; its layers are converted.
     """
-    dtype = next(m.dtype for m in region.modules() if isinstance(m, QuantizedLayer))
+    layers = (module for module in region.modules() if isinstance(module, QuantizedLayer))
+    dtype = next((layer.dtype for layer in layers), torch.float32)
     for module, nodes in calls.items():
         if module in quantizers:
             owner = region.get_submodule(str(nodes[0].target).rpartition(".")[0])

@@ -80,8 +80,8 @@ def build(
 
 
 def _check_found(model: nn.Module, calls: list[LayerCall]) -> None:
-    if not calls:
-        layers = [name for name, m in model.named_modules() if isinstance(m, QuantizedLayer)]
+    layers = [name for name, m in model.named_modules() if isinstance(m, QuantizedLayer)]
+    if layers and not calls:
         message = (
             f"the exported graph calls none of the quantized layers ({', '.join(layers[:5])}); "
             "their results may not reach an output for these args"

@@ -19,6 +19,7 @@ from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import Quantize, QuantizedLayer
 from amct_fx.onnx.arguments import Format, checked_inputs, checked_opset, rules_of
 from amct_fx.onnx.full import has_trained_outputs, quantize_outputs_on
+from amct_fx.report.preparation import preparation_of
 
 if TYPE_CHECKING:
     import os
@@ -157,6 +158,9 @@ def own_converted(model: nn.Module) -> nn.Module:
 
 
 def _is_converted(model: nn.Module) -> bool:
+    preparation = preparation_of(model)
+    if preparation is not None and preparation.converted:
+        return True
     parts = list(model.modules())
     return any(isinstance(part, QuantizedLayer) for part in parts) and not any(
         isinstance(part, QATLayer) for part in parts

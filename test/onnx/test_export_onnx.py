@@ -153,6 +153,19 @@ def test_a_model_with_an_island_exports(format, tmp_path):
     assert {"stem", "middle.conv", "middle.tail.0", "head"} <= names
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_model_that_was_only_pruned_is_written_as_plain_floats(format, tmp_path):
+    cfg = """prune_config { n_out_of_m_pruner { l1_selective_prune {
+        n_out_of_m_type: M4N2 update_freq: 0 } } }"""
+    model = prepare_qat_amct(nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU()), cfg)
+    model(rand(2, 8, 6, 6))
+    x = rand(2, 8, 6, 6)
+    for given in (model, convert_amct(model)):
+        export_onnx(given, x, tmp_path / "m.onnx", format=format)
+        assert [n.op_type for n in onnx.load(tmp_path / "m.onnx").graph.node] == ["Conv", "Relu"]
+        assert torch.allclose(run(tmp_path / "m.onnx", x)[0], convert_amct(model)(x), atol=1e-5)
+
+
 WRONG = [
     ({"format": "acsend"}, ArgumentError, "did you mean 'ascend'"),
     ({"format": None}, ArgumentError, "format must be one of"),
