@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from amct_fx.config import LayerFacts, ModelFacts, PruneMode
-from amct_fx.config.layer_types import CONV_TYPES
+from amct_fx.config.layer_types import CONV_TYPES, QUANTIZABLE_TYPES
 from amct_fx.config.messages import warn
 from amct_fx.errors import InputDataError
 from amct_fx.graph import Capture, as_call, is_functional_layer, layer_calls, weight_readers
@@ -31,15 +31,8 @@ __all__ = [
     "warn_of_reused_layers",
 ]
 
-QUANTIZABLE_CLASSES: tuple[type[nn.Module], ...] = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.Linear,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.LSTM,
-    nn.GRU,
+QUANTIZABLE_CLASSES: tuple[type[nn.Module], ...] = tuple(
+    getattr(nn, name) for name in QUANTIZABLE_TYPES
 )
 """Layer types that a configuration may name; exactly these classes, no subclasses.
 

@@ -12,6 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from amct_fx.errors import ModelError, ModelStateError, ModelTypeError
+from amct_fx.nn.matmul import QATMatMul
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import QuantizedLayer
 
@@ -66,7 +67,7 @@ def check_prepared_model(model: object) -> None:
     for part in parts:
         _refuse_wrapper(part, "the model", advice="convert the module inside")
     preparation = _preparation_of(module)
-    if any(isinstance(part, QATLayer) for part in parts):
+    if any(isinstance(part, (QATLayer, QATMatMul)) for part in parts):
         return
     if preparation is not None and not preparation.converted:
         return  # it only prunes

@@ -30,6 +30,7 @@ from amct_fx.graph import (
     module_of,
     regions,
 )
+from amct_fx.nn.matmul import convert_matmuls
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import Quantize
 from amct_fx.pruning import remove_pruned
@@ -90,6 +91,7 @@ def convert_amct(model: nn.Module, *, backend: Backend = None) -> nn.Module:
             _convert_region(region, name, used)
         for name, layer in list(_remaining_layers(converted)):
             _convert_island_layer(layer, name)
+        convert_matmuls(converted)
     record_conversion(converted)
     return lower(converted.eval())  # the new quantizers too
 

@@ -20,6 +20,7 @@ from amct_fx.errors import ArgumentError, InputDataError, LayerTypeError, ModelE
 from amct_fx.nn import qat
 from amct_fx.nn.become import become, float_class_of
 from amct_fx.nn.geometry import weight_geometry
+from amct_fx.nn.matmul import QATMatMul
 from amct_fx.nn.recurrent import unsupported_form
 from amct_fx.observers import ARQFakeQuantize, ULQFakeQuantize, ULQWeightFakeQuantize
 
@@ -301,7 +302,7 @@ class GRUQAT(_Recurrent, qat.GRU):  # type: ignore[misc]  # from_float takes a d
     """
 
 
-class MatMulQAT(nn.Module):
+class MatMulQAT(QATMatMul):
     """``torch.matmul`` of two tensors, both fake-quantized to symmetric INT8.
 
     Args:
@@ -339,9 +340,7 @@ class MatMulQAT(nn.Module):
             if not 2 <= tensor.dim() <= 6:
                 message = f"MatMulQAT takes tensors with 2 to 6 axes, not {tensor.dim()}"
                 raise InputDataError(message)
-        if self.config.enabled:
-            input, other = self.input_fake_quant(input), self.other_fake_quant(other)
-        return torch.matmul(input, other)
+        return super().forward(input, other) if self.config.enabled else torch.matmul(input, other)
 
 
 def _activation(config: OperatorConfig) -> Any:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from pathlib import Path
 from typing import Any
 
+import onnx
+import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
 
 import amct_fx.amct_pytorch as amct
-from amct_fx import convert_amct
+from amct_fx import convert_amct, export_onnx
 from amct_fx.errors import AmctError
 from amct_fx.observers.functional import (
     arq_fake_quantize,
@@ -339,6 +342,31 @@ class TestMatMul:
     def test_disabled_it_is_matmul(self) -> None:
         a, b = example((3, 4)), example((4, 5))
         assert torch.equal(amct.MatMulQAT({"retrain_enable": False})(a, b), a @ b)
+
+    def test_it_converts_and_exports(self, tmp_path: Path) -> None:
+        class Scores(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.project = amct.LinearQAT(4, 4)
+                self.matmul = amct.MatMulQAT()
+                self.off = amct.MatMulQAT({"retrain_enable": False})
+
+            def forward(self, q: Tensor, k: Tensor) -> Tensor:
+                scores = self.matmul(self.project(q), k.transpose(-1, -2))
+                return self.off(scores, k)
+
+        model, q, k = Scores(), example((2, 3, 4)), 2 * example((2, 5, 4))
+        model(q, k)
+        expected = model.eval()(q, k).detach()
+        converted = convert_amct(model)
+        assert torch.allclose(converted(q, k), expected, atol=0.02 * float(expected.abs().max()))
+        assert type(converted.matmul).__name__ == "QuantizedMatMul"
+        path = str(tmp_path / "scores.onnx")
+        export_onnx(converted, (q, k), path, input_names=["q", "k"])
+        session = onnxruntime.InferenceSession(path)
+        (output,) = session.run(None, {"q": q.numpy(), "k": k.numpy()})
+        assert abs(output - converted(q, k).numpy()).max() < 0.02 * float(expected.abs().max())
+        assert [n.op_type for n in onnx.load(path).graph.node].count("QuantizeLinear") == 3
 
     @pytest.mark.parametrize("shape", [(4,), (1, 1, 1, 1, 1, 3, 4)])
     def test_other_ranks_are_refused(self, shape: tuple[int, ...]) -> None:
