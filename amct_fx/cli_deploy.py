@@ -1,4 +1,4 @@
-"""The commands that write and check files for devices: ``export``, ``verify``."""
+"""The commands ``prune-plan``, ``export`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ from amct_fx.cli_tools import (
     explained,
     load_source,
     make_inputs,
+    make_model,
     make_object,
     print_json,
     user_code,
 )
 from amct_fx.onnx import export_onnx, verify_onnx
 from amct_fx.onnx.arguments import FORMATS
+from amct_fx.prune import prune_plan
 from amct_fx.report.batches import Batches
 from amct_fx.report.table import plain_data
 
@@ -48,6 +50,13 @@ class Exporter(str, Enum):
     AUTO = "auto"
     DYNAMO = "dynamo"
     TORCHSCRIPT = "torchscript"
+
+
+class Mode(str, Enum):
+    """How far channels are followed; see :func:`amct_fx.prune_plan`."""
+
+    NATIVE = "native"
+    AMCT = "amct"
 
 
 Inputs = Annotated[
@@ -71,6 +80,10 @@ DynamicBatch = Annotated[
 def add_commands(app: typer.Typer) -> None:
     """Add the commands to ``amct-fx``."""
     app.command(
+        name="prune-plan",
+        epilog=example("amct-fx prune-plan my.models:make prune.cfg --input 1x3x224x224"),
+    )(prune_plan_command)
+    app.command(
         epilog=example(
             "amct-fx export qat.pt model.onnx --model my.models:make --input 1x3x224x224",
         )
@@ -80,6 +93,30 @@ def add_commands(app: typer.Typer) -> None:
             "amct-fx verify model.onnx qat.pt --model my.models:make --data my.data:validation",
         )
     )(verify)
+
+
+def prune_plan_command(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="PKG.MOD:FACTORY that makes the float model."),
+    ],
+    cfg: Annotated[Path, typer.Argument(metavar="CFG", help="A .cfg file with pruning.")],
+    inputs: Inputs = None,
+    data: InputData = None,
+    mode: Annotated[
+        Mode, typer.Option("--mode", help="Follow channels as far as possible, or as AMCT does.")
+    ] = Mode.NATIVE,
+    as_json: AsJson = False,
+) -> None:
+    """Print which channels a configuration would cut, and why the others stay.
+
+    Without --input or --data usual shapes of the input are tried.
+    """
+    network = make_model(model, "MODEL")
+    arguments = None if inputs is None and data is None else _arguments(network, inputs, data)
+    with explained(), user_code(model):
+        plan = prune_plan(network, str(cfg), arguments, mode=mode.value)
+    typer.echo(plan.to_json(indent=2) if as_json else str(plan))
 
 
 def export(

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import onnx
 import pytest
+import torch
 from onnx import numpy_helper
 from typer.testing import CliRunner, Result
 
-from amct_fx import cli, save_checkpoint
+from amct_fx import cli, prune_plan, save_checkpoint
+from amct_fx.prune import PrunePlan
 from test import cli_models
 
 MODEL = "test.cli_models:make"
@@ -45,6 +47,20 @@ def test_export_writes_the_file_of_a_checkpoint_and_verify_finds_it_right() -> N
     result = run("verify", "net.onnx", *source, "--data", DATA)
     assert result.exit_code == 0
     assert "every layer agrees" in result.stdout
+
+
+PRUNE = """prune_config { filter_pruner {
+    balanced_l2_norm_filter_prune { prune_ratio: 0.5 ascend_optimized: false } } }
+"""
+
+
+def test_prune_plan_prints_the_plan_of_the_library() -> None:
+    Path("prune.cfg").write_text(PRUNE)
+    plan = prune_plan(cli_models.make(), PRUNE, torch.randn(1, 3, 8, 8))
+    arguments = ("prune-plan", MODEL, "prune.cfg", "--input", "1x3x8x8")
+    assert run(*arguments).stdout == f"{plan}\n"
+    assert PrunePlan.from_json(run(*arguments, "--json").stdout).groups == plan.groups
+    assert run("prune-plan", MODEL, "prune.cfg", "--mode", "amct", "--data", DATA).exit_code == 0
 
 
 def test_the_format_and_the_batch_size_can_be_chosen() -> None:
@@ -86,6 +102,8 @@ def test_verify_names_the_layer_that_differs_and_ends_with_exit_code_3() -> None
         (("export", PREPARED, "a.onnx", "--input", SHAPE, "--format", "tflite"), 2, "tflite"),
         (("export", PREPARED, "a.onnx", "--input", SHAPE, "--opset", "3"), 1, "opset"),
         (("export", MODEL, "a.onnx", "--input", SHAPE), 1, "never calibrated"),
+        (("prune-plan", MODEL, "missing.cfg"), 1, "missing.cfg"),
+        (("prune-plan", MODEL, "empty.cfg"), 1, "error:"),
         (("verify", "missing.onnx", PREPARED, "--input", SHAPE), 1, "missing.onnx"),
         (("verify", "text.onnx", PREPARED, "--input", SHAPE), 1, "text.onnx"),
     ],
@@ -93,6 +111,7 @@ def test_verify_names_the_layer_that_differs_and_ends_with_exit_code_3() -> None
 def test_mistakes_are_messages_without_a_traceback(
     arguments: tuple[str, ...], code: int, message: str
 ) -> None:
+    Path("empty.cfg").write_text("")
     Path("text.onnx").write_text("no file of ONNX")
     result = run(*arguments)
     assert result.exit_code == code

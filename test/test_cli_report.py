@@ -166,7 +166,9 @@ def test_the_traceback_of_an_error_can_be_asked_for() -> None:
     assert isinstance(result.exception.__cause__, RuntimeError)
 
 
-@pytest.mark.parametrize("command", ["summary", "analyze", "report", "export", "verify", "demo"])
+@pytest.mark.parametrize(
+    "command", ["summary", "analyze", "report", "prune-plan", "export", "verify", "demo"]
+)
 def test_each_command_explains_itself_with_an_example(command: str) -> None:
     text = plain(run(command, "--help").stdout)
     assert f"amct-fx {command}" in text
@@ -190,7 +192,7 @@ def test_the_shell_completes_commands(shell: str) -> None:
 
 def test_the_help_lists_all_commands() -> None:
     text = plain(run("--help").stdout)
-    for command in ("config", "summary", "analyze", "report", "export", "verify", "demo"):
+    for command in ("config", "summary", "report", "prune-plan", "export", "verify", "demo"):
         assert f" {command} " in text
 
 

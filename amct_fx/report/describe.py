@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from amct_fx.nn.qat import QATLayer
@@ -15,7 +16,7 @@ from amct_fx.observers.functional import ulq_effective_clips
 from amct_fx.prune.parametrization import M4N2
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 __all__ = [
     "InputQuantizer",
@@ -141,7 +142,6 @@ def describe_weight(layer: QATLayer | QuantizedLayer) -> WeightQuantizer:
     """Describe how the weights of a layer are quantized.
 
     Example:
-        >>> from torch import nn
         >>> from amct_fx import prepare_qat_amct
         >>> print(describe_weight(prepare_qat_amct(nn.Sequential(nn.Linear(4, 2)))[0]))
         ARQ, 8 bits, 1 scale
@@ -159,11 +159,17 @@ def describe_weight(layer: QATLayer | QuantizedLayer) -> WeightQuantizer:
 _ALGORITHMS: dict[type[nn.Module], str] = {ARQFakeQuantize: "ARQ", ULQWeightFakeQuantize: "ULQ"}
 
 
-def describe_pruning(module: nn.Module) -> Pruning | None:
-    """Describe what is masked in a prepared layer, ``None`` if nothing is.
+def describe_pruning(
+    module: nn.Module, planned: tuple[int, int] | None = None, *, patterns: bool = False
+) -> Pruning | None:
+    """Describe what is masked in a prepared layer or was cut from a converted one.
+
+    Args:
+        module: The layer.
+        planned: How many of how many output channels stay by the plan.
+        patterns: Look for 2:4 sparsity in the codes of a converted layer.
 
     Example:
-        >>> from torch import nn
         >>> from amct_fx.prune.parametrization import m4n2
         >>> layer = nn.Linear(8, 2)
         >>> _ = m4n2(layer)
@@ -173,5 +179,20 @@ def describe_pruning(module: nn.Module) -> Pruning | None:
     kept = module._buffers.get("kept_channels")
     if kept is not None:
         return Pruning(int(kept.sum()), kept.numel(), "filter")
+    if planned is not None:
+        return Pruning(*planned, "filter")
     chain: Any = module.parametrizations.weight if is_parametrized(module, "weight") else ()  # type: ignore[union-attr]
-    return Pruning(2, 4, "2:4") if any(isinstance(part, M4N2) for part in chain) else None
+    masked = any(isinstance(part, M4N2) for part in chain) or (patterns and _is_2_of_4(module))
+    return Pruning(2, 4, "2:4") if masked else None
+
+
+def _is_2_of_4(module: nn.Module) -> bool:
+    """Say whether at most two of every four neighbouring input channels of a weight are used."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.dim() < 2:
+        return False
+    axis = 0 if isinstance(module, nn.modules.conv._ConvTransposeNd) else 1
+    used = (weight.detach().movedim(axis, -1) != 0).flatten(0, -2)
+    whole = used.shape[1] // 4 * 4
+    groups = used[:, :whole].view(len(used), -1, 4).sum(-1)
+    return whole > 0 and bool((groups <= 2).all())

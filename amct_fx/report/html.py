@@ -45,7 +45,7 @@ def save_html(
         report: What :func:`amct_fx.analyze` returned, or :func:`amct_fx.summarize` for a page
             without measurements.
         recorder: Recorder or history of the training to show.
-        prune_plan: What ``amct_fx.prune_plan`` returned.
+        prune_plan: What ``amct_fx.prune_plan`` returned; by default the plan of the model.
         title: Title of the page.
 
     Example:
@@ -100,10 +100,11 @@ def page_data(
     """Return what the page draws, as plain data; arguments as for :func:`save_html`."""
     summary = report if isinstance(report, Summary) else report.summary
     analyzed = {} if isinstance(report, Summary) else {item.name: item for item in report.layers}
+    plan = summary.plan if prune_plan is None else prune_plan
     layers = []
     for row in (*summary.rows, *summary.others):
         record = {**row.to_dict(), "input_text": row.input, "weight_text": row.weight}
-        record["pruning_text"] = "" if row.pruning is None else str(row.pruning)
+        record["pruning_text"] = row.pruned
         if row.name in analyzed:
             record.update(_figures(analyzed[row.name]))
         layers.append(record)
@@ -112,7 +113,7 @@ def page_data(
         "islands": [str(island) for island in summary.islands],
         "totals": summary.totals,
         "history": None if recorder is None else asdict(history_of(recorder)),
-        "prune_plan": None if prune_plan is None else prune_picture(prune_plan),
+        "prune_plan": None if plan is None else prune_picture(plan),
         **_findings(report),
     }
     plain: dict[str, Any] = plain_data(data)

@@ -39,7 +39,8 @@ def save_png(
         folder: Where to; made if need be.
         analysis: What :func:`amct_fx.analyze` returned.
         recorder: History of the training: ``loss`` and ``clips``.
-        prune_plan: What ``amct_fx.prune_plan`` returned: ``prune_plan``.
+        prune_plan: What ``amct_fx.prune_plan`` returned: ``prune_plan``; by default the plan of the
+            model.
 
     Returns:
         The paths of the files.
@@ -62,8 +63,9 @@ def save_png(
         pictures["clips"] = lambda: _clips(history)
         if history.scalars:
             pictures["loss"] = lambda: _scalars(history)
-    if prune_plan is not None:
-        pictures["prune_plan"] = lambda: _prune_plan(prune_picture(prune_plan))
+    plan = analysis.summary.plan if prune_plan is None else prune_plan
+    if plan is not None:
+        pictures["prune_plan"] = lambda: _prune_plan(prune_picture(plan))
     return [_write(place / f"{name}.png", draw()) for name, draw in pictures.items()]
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
+from amct_fx.config import M4N2PruneConfig
 from amct_fx.errors import ModelStateError
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import QuantizedLayer
@@ -19,14 +20,16 @@ from amct_fx.report.describe import (
     describe_weight,
 )
 from amct_fx.report.lookup import input_quantizers
-from amct_fx.report.preparation import LayerDecision, preparation_of
+from amct_fx.report.preparation import LayerDecision, Preparation, preparation_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import nn
 
+    from amct_fx.config import CompressionConfig
     from amct_fx.graph.capture import Island
+    from amct_fx.prune import PrunePlan
 
 __all__ = ["Summary", "SummaryRow", "summarize"]
 
@@ -45,6 +48,8 @@ class SummaryRow:
         hidden_quantizer: Quantizer of the hidden state of an LSTM or GRU.
         weight_quantizer: How the weight is quantized.
         pruning: What is cut or masked.
+        not_pruned: Why the layer keeps its channels although the configuration prunes it, else
+            ``""``.
         reason: Why the layer is not quantized, else ``""``.
     """
 
@@ -55,6 +60,7 @@ class SummaryRow:
     hidden_quantizer: InputQuantizer | None = None
     weight_quantizer: WeightQuantizer | None = None
     pruning: Pruning | None = None
+    not_pruned: str = ""
     reason: str = ""
 
     @property
@@ -70,10 +76,19 @@ class SummaryRow:
         """The quantizer of the weight in words, ``""`` for none."""
         return "" if self.weight_quantizer is None else str(self.weight_quantizer)
 
+    @property
+    def pruned(self) -> str:
+        """What is cut or masked in words, or why nothing is, ``""`` where nothing was asked for."""
+        if self.pruning is not None:
+            return str(self.pruning)
+        return f"none: {self.not_pruned}" if self.not_pruned else ""
+
     def cells(self) -> tuple[str, ...]:
         """Return the texts of the printed table."""
-        pruned = "" if self.pruning is None else str(self.pruning)
-        return self.name, self.type, self.state, self.input, self.weight, pruned, self.reason
+        return (
+            *(self.name, self.type, self.state, self.input, self.weight),
+            *(self.pruned, self.reason),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return one flat record; what does not apply is ``None``."""
@@ -85,6 +100,7 @@ class SummaryRow:
             **_columns("hidden", self.hidden_quantizer, InputQuantizer),
             **_columns("weight", self.weight_quantizer, WeightQuantizer),
             **_columns("pruning", self.pruning, Pruning),
+            "not_pruned": self.not_pruned,
             "reason": self.reason,
         }
 
@@ -106,11 +122,13 @@ class Summary:
         rows: All layers of quantizable types, in model order.
         others: Modules of other types that own weight matrices; they stay float.
         islands: Parts with layers that could not be traced.
+        plan: Which channels go; ``None`` without channel pruning.
     """
 
     rows: tuple[SummaryRow, ...]
     others: tuple[SummaryRow, ...]
     islands: tuple[Island, ...]
+    plan: PrunePlan | None = field(default=None, repr=False)
 
     @property
     def totals(self) -> str:
@@ -210,21 +228,53 @@ def summarize(model: nn.Module) -> Summary:
         raise ModelStateError(message)
     quantizers = input_quantizers(model)
     modules = dict(model.named_modules())
-    rows = tuple(
-        _row(decision, modules.get(decision.name), quantizers.get(decision.name))
-        for decision in preparation.layers
+    prunings = _prunings(preparation, modules)
+    plan = preparation.plan
+    pinned = {} if plan is None else {item.name: item.text for item in plan.pinned}
+    rows, others = (
+        tuple(
+            replace(
+                _row(item, modules.get(item.name), quantizers.get(item.name)),
+                pruning=prunings.get(item.name),
+                not_pruned=pinned.get(item.name, ""),
+            )
+            for item in decisions
+        )
+        for decisions in (preparation.layers, preparation.others)
     )
-    others = tuple(_row(decision, None, None) for decision in preparation.others)
-    return Summary(rows, others, preparation.islands)
+    return Summary(rows, others, preparation.islands, plan)
+
+
+def _prunings(preparation: Preparation, modules: dict[str, nn.Module]) -> dict[str, Pruning]:
+    """Return what is cut or masked, by layer."""
+    plan = preparation.plan
+    sizes = {} if plan is None else plan.row_sizes()
+    kept = {} if plan is None else {name: len(rows) for name, rows in plan.kept_rows().items()}
+    patterns = preparation.converted and _wants_2_of_4(preparation.recipe.config)
+    found = {}
+    for item in (*preparation.layers, *preparation.others):
+        if item.name in modules:
+            planned = (kept[item.name], sizes[item.name]) if item.name in kept else None
+            pruning = describe_pruning(modules[item.name], planned, patterns=patterns)
+            if pruning is not None:
+                found[item.name] = pruning
+    return found
+
+
+def _wants_2_of_4(config: CompressionConfig | None) -> bool:
+    """Say whether a configuration asks for 2:4 sparsity anywhere."""
+    if config is None:
+        return False
+    levels: list[Any] = [config, *config.layer_overrides, *config.type_overrides]
+    return any(isinstance(level.prune, M4N2PruneConfig) for level in levels)
 
 
 def _row(
     decision: LayerDecision, module: nn.Module | None, quantizer: tuple[str, nn.Module] | None
 ) -> SummaryRow:
     name, layer_type, reason = decision.name, decision.layer_type, decision.reason or ""
-    pruning = None if module is None else describe_pruning(module)
     if not isinstance(module, (QATLayer, QuantizedLayer)):
-        return SummaryRow(name, layer_type, "float", pruning=pruning, reason=reason)
+        return SummaryRow(name, layer_type, "float", reason=reason)
     weight = describe_weight(module)
     source = None
     if quantizer is not None:
@@ -238,6 +288,5 @@ def _row(
         source,
         None if hidden is None else describe_input(hidden),
         weight,
-        pruning,
-        reason,
+        reason=reason,
     )

@@ -106,6 +106,18 @@ def test_codes_of_sixteen_bits_are_drawn_together() -> None:
     assert sum(layer["input_codes"]) == x.numel()
 
 
+def test_the_plan_of_a_pruned_model_is_drawn_without_being_asked_for() -> None:
+    cfg = """prune_config { filter_pruner {
+        balanced_l2_norm_filter_prune { prune_ratio: 0.5 ascend_optimized: false } } }"""
+    prepared = prepare_qat_amct(Net(), cfg, example())
+    prepared(example())
+    plan = page_data(summarize(prepared))["prune_plan"]
+    assert [group["producers"] for group in plan["groups"]] == [["stem"], ["left", "right"]]
+    assert [(group["channels"], len(group["kept"])) for group in plan["groups"]] == [(8, 4)] * 2
+    assert plan["pinned"][0]["code"] == "graph_output"
+    assert plan["totals"] == "parameters 636 → 232, MACs 36,384 → 12,560"
+
+
 def test_a_summary_alone_makes_a_page(tmp_path: Path) -> None:
     save_html(tmp_path / "page.html", summarize(prepare_qat_amct(Net())))
     data = embedded((tmp_path / "page.html").read_text(encoding="utf-8"))

@@ -151,6 +151,43 @@ def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.Monke
         summarize(trained()).to_dataframe()
 
 
+FILTER = """prune_config { filter_pruner {
+    balanced_l2_norm_filter_prune { prune_ratio: 0.5 ascend_optimized: false } } }
+    retrain_data_quant_config { ulq_quantize { } }
+"""
+M4N2 = "prune_config { n_out_of_m_pruner { l1_selective_prune { n_out_of_m_type: M4N2 } } }"
+
+
+@pytest.mark.parametrize("stage", ["prepared", "converted"])
+def test_pruned_channels_are_counted_and_layers_that_keep_theirs_say_why(stage: str) -> None:
+    model = prepare_qat_amct(Net(), FILTER, example())
+    model(example())
+    if stage == "converted":
+        model = convert_amct(model)
+        assert model.stem.out_channels == 4
+    summary = summarize(model)
+    records = {row.name: row.to_dict() for row in summary.rows}
+    assert [records["left"][f"pruning_{key}"] for key in ("kept", "total", "pattern")] == [
+        4,
+        8,
+        "filter",
+    ]
+    assert records["head"]["not_pruned"] == "it is an output of the model"
+    assert summary.totals == "4 of 4 layers quantized, 3 pruned (filter)"
+    assert "none: it is an output of the model" in str(summary)
+
+
+@pytest.mark.parametrize("stage", ["prepared", "converted"])
+def test_two_of_four_weights_are_a_pattern(stage: str) -> None:
+    model = prepare_qat_amct(Net(), M4N2 + " skip_layers: 'head'", example())
+    model(example())
+    rows = {row.name: row for row in summarize(convert_amct(model)).rows}
+    if stage == "prepared":
+        rows = {row.name: row for row in summarize(model).rows}
+    assert str(rows["left"].pruning) == "2/4 2:4"
+    assert rows["head"].pruning is None
+
+
 def hide(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
     """Let importing ``library`` fail as if it were not installed."""
     real = importlib.import_module
