@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from amct_fx.graph import FixedMinRule
     from amct_fx.prune.options import PruneKeywords
-    from amct_fx.prune.plan import PrunePlan
+    from amct_fx.pruning import Choice
 
 __all__ = ["prepare_qat_amct"]
 
@@ -65,7 +65,7 @@ def prepare_qat_amct(
     outputs: Outputs = "float",
     dialect: str = "auto",
     name_map: Mapping[str, str] | None = None,
-    plan: PrunePlan | Mapping[str, torch.Tensor] | None = None,
+    plan: Choice | None = None,
     **pruning: Unpack[PruneKeywords],
 ) -> nn.Module:
     """Return a copy of ``model`` that trains with quantization and pruning in the loop.
@@ -105,7 +105,8 @@ def prepare_qat_amct(
             both kinds of file.
         name_map: New names of layers, by the names in the configuration.
         plan: The channels to cut, instead of a choice by norm: from :func:`amct_fx.prune_plan`,
-            perhaps edited or read from JSON; or by name of the layer the output channels to keep.
+            perhaps edited or read from JSON; from AMCT's record file by
+            :func:`amct_fx.prune.read_prune_record`; or the output channels to keep by layer.
         **pruning: The options of pruning, as :class:`amct_fx.prune.PruneOptions` explains them:
             ``mode``, ``importance``, ``apply``, ``deconv_consumer``, ``norm_axis``, ``row_masks``,
             ``count_eval``.
@@ -162,7 +163,7 @@ def prepare_qat_amct(
     insert_quantizers(prepared, found.captured, qconfigs, rule)
     if quantize:
         quantize_outputs(found.captured)
-    attach_pruning(prepared, settings, chosen, prune_options)
+    attach_pruning(prepared, settings, chosen, prune_options, plan)
     disable_fused_paths(prepared)
     RangeMerger(calibration_forwards(qconfigs.values()), range_merge).attach(prepared)
     recipe = Recipe(config, asdict(options) | asdict(prune_options))

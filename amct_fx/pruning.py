@@ -22,6 +22,7 @@ from amct_fx.prune.masks import attach_filter_masks, attach_m4n2, fold_masks
 from amct_fx.prune.parametrization import input_axis
 from amct_fx.prune.plan import PrunePlan
 from amct_fx.prune.planning import plan_channels
+from amct_fx.prune.record import PruneRecord, plan_from_record, set_m4n2_masks
 from amct_fx.prune.remove import remove_channels
 from amct_fx.report.preparation import preparation_of, record_plan
 
@@ -30,7 +31,18 @@ if TYPE_CHECKING:
     from amct_fx.graph import Capture
     from amct_fx.prune.options import PruneOptions
 
-__all__ = ["attach_pruning", "current_plan", "kept_channels", "plan_pruning", "remove_pruned"]
+__all__ = [
+    "Choice",
+    "attach_pruning",
+    "current_plan",
+    "kept_channels",
+    "plan_pruning",
+    "remove_pruned",
+]
+
+Choice = PrunePlan | PruneRecord | Mapping[str, Tensor]
+"""What may stand in place of a choice by norm: a plan, a record, or kept output channels by layer.
+"""
 
 _KEPT = "kept_channels"
 
@@ -41,7 +53,7 @@ def plan_pruning(
     settings: Mapping[str, PruneConfig],
     example_inputs: Any,
     options: PruneOptions,
-    given: PrunePlan | Mapping[str, Tensor] | None = None,
+    given: Choice | None = None,
 ) -> PrunePlan | None:
     """Choose the channels to cut.
 
@@ -51,7 +63,8 @@ def plan_pruning(
         settings: How each layer is pruned, by name.
         example_inputs: A tensor or a tuple of arguments, or ``None``.
         options: Those of pruning.
-        given: A plan, or the output channels that layers keep, instead of the choice by norm.
+        given: A plan, a record, or the output channels that layers keep, instead of a choice by
+            norm.
 
     Returns:
         The plan; ``None`` if no channels are pruned.
@@ -63,10 +76,13 @@ def plan_pruning(
         _check_plan(model, given)
         return given
     if given is not None:  # the ratio plays no part: the channels are known
-        settings = {name: FilterPruneConfig(0.5) for name in given} | dict(settings)
+        names = given.removed if isinstance(given, PruneRecord) else given
+        settings = {name: FilterPruneConfig(0.5) for name in names} | dict(settings)
     if not any(isinstance(setting, FilterPruneConfig) for setting in settings.values()):
         return None
     plan = plan_channels(model, captured.regions, settings, example_inputs, options)
+    if isinstance(given, PruneRecord):
+        return plan_from_record(plan, given, dict(model.named_modules()))
     return plan if given is None else plan.with_rows(given)
 
 
@@ -106,6 +122,7 @@ def attach_pruning(
     settings: Mapping[str, PruneConfig],
     plan: PrunePlan | None,
     options: PruneOptions,
+    given: Choice | None = None,
 ) -> None:
     """Mask what the configuration prunes.
 
@@ -114,6 +131,7 @@ def attach_pruning(
         settings: How each layer is pruned, by name.
         plan: Which channels go, or ``None``; with ``apply="prepare"`` they are gone already.
         options: Those of pruning.
+        given: As for :func:`plan_pruning`; a record has 2:4 masks, too.
     """
     columns: dict[str, Tensor] = {}
     if plan is not None and options.apply == "convert":
@@ -126,6 +144,8 @@ def attach_pruning(
         _restrict_calibration(model, plan)
         _count_kept_columns(model, columns)
     attach_m4n2(model, settings, columns, options)
+    if isinstance(given, PruneRecord):
+        set_m4n2_masks(model, given)
 
 
 def current_plan(model: nn.Module) -> PrunePlan | None:

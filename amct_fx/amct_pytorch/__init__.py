@@ -26,6 +26,14 @@ from amct_fx.amct_pytorch.ops import (
     LinearQAT,
     MatMulQAT,
 )
+from amct_fx.amct_pytorch.prune import (
+    create_compressed_retrain_model,
+    create_prune_retrain_model,
+    restore_compressed_retrain_model,
+    restore_prune_retrain_model,
+    save_compressed_retrain_model,
+    save_prune_retrain_model,
+)
 from amct_fx.amct_pytorch.quant import (
     create_quant_retrain_config,
     create_quant_retrain_model,
@@ -44,12 +52,18 @@ __all__ = [
     "DistillSampleBase",
     "LinearQAT",
     "MatMulQAT",
+    "create_compressed_retrain_model",
     "create_distill_config",
     "create_distill_model",
+    "create_prune_retrain_model",
     "create_quant_retrain_config",
     "create_quant_retrain_model",
     "distill",
+    "restore_compressed_retrain_model",
+    "restore_prune_retrain_model",
     "restore_quant_retrain_model",
+    "save_compressed_retrain_model",
     "save_distill_model",
+    "save_prune_retrain_model",
     "save_quant_retrain_model",
 ]

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -26,7 +27,13 @@ if TYPE_CHECKING:
     from amct_fx.config.record_pb2 import ScaleOffsetRecord
     from amct_fx.prune.plan import Member, PruneGroup, PrunePlan
 
-__all__ = ["PruneRecord", "add_prune_record", "plan_from_record", "read_prune_record"]
+__all__ = [
+    "PruneRecord",
+    "add_prune_record",
+    "plan_from_record",
+    "read_prune_record",
+    "set_m4n2_masks",
+]
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -85,10 +92,7 @@ def read_prune_record(path: str | os.PathLike[str]) -> PruneRecord:
                 message = f"layer {node.name!r} needs mask_shape and selective_mask"
                 raise RecordError(message)
             masks[node.name] = unpack_mask(found["selective_mask"], found["mask_shape"])
-    record = PruneRecord(removed, masks, tuple(groups), str(path))
-    if record.is_empty:
-        warn(f"{path} holds no pruning: nothing is pruned")
-    return record
+    return PruneRecord(removed, masks, tuple(groups), str(path))
 
 
 def plan_from_record(plan: PrunePlan, record: PruneRecord, names: Iterable[str]) -> PrunePlan:
@@ -103,20 +107,19 @@ def plan_from_record(plan: PrunePlan, record: PruneRecord, names: Iterable[str])
         PruneError: The record names layers that the model lacks, or channels that the analysis does
             not find safe to remove together.
     """
-    import torch
-
     known = set(names)
     missing = [name for name in (*record.removed, *record.masks) if name not in known]
     if missing:
         message = f"{record.path}: the model has no layers {listing(missing)}"
         raise PruneError(message)
-    chosen = plan
+    if record.is_empty:
+        warn(f"{record.path} holds no pruning, so no channels are removed")
     prunable = {name for group in plan.groups for name in group.producers}
     for name, channels in record.removed.items():
         if channels and name not in prunable:
             message = f"{record.path}: the channels of {name!r} cannot be removed from this model"
             raise PruneError(message)
-    sizes = {name: size for group in plan.groups for name, size in _row_sizes(group).items()}
+    sizes = plan.row_sizes()
     rows = {}
     for name in prunable:
         stays = torch.ones(sizes[name], dtype=torch.bool)
@@ -126,7 +129,28 @@ def plan_from_record(plan: PrunePlan, record: PruneRecord, names: Iterable[str])
             raise PruneError(message)
         stays[removed] = False
         rows[name] = stays
-    return chosen.with_rows(rows) if rows else chosen
+    return plan.with_rows(rows) if rows else plan
+
+
+def set_m4n2_masks(model: nn.Module, record: PruneRecord) -> None:
+    """Put the 2:4 masks of a record in place of those chosen by magnitude.
+
+    Args:
+        model: A prepared model; changed in place.
+        record: What :func:`read_prune_record` returned.
+
+    Raises:
+        PruneError: A layer has no 2:4 mask, or one of another shape.
+    """
+    for name, mask in record.masks.items():
+        found = _m4n2_masks(model.get_submodule(name))
+        if not found or found[0].mask.shape != mask.shape:
+            shape = tuple(found[0].mask.shape) if found else None
+            message = f"{record.path}: {name!r} has a mask of shape {tuple(mask.shape)}, " + (
+                f"the model one of {shape}" if found else "but the model has no 2:4 mask there"
+            )
+            raise PruneError(message)
+        found[0].mask.copy_(mask)
 
 
 def add_prune_record(
@@ -170,16 +194,6 @@ def _nodes(group: PruneGroup, role: str) -> dict[str, list[Member]]:
             if all(other.parameter == member.parameter for other in mine):
                 mine.append(member)
     return found
-
-
-def _row_sizes(group: PruneGroup) -> dict[str, int]:
-    """Return the number of output channels of each producer."""
-    sizes = {}
-    for member in group.members:
-        if member.role == "row" and member.parameter == "weight":
-            grouped = member.groups if member.axis == 1 else 1
-            sizes[member.layer] = member.shape[member.axis] * grouped
-    return sizes
 
 
 def _write_node(
