@@ -1,16 +1,19 @@
 """What users run into; each test names its entry of spec/situations.md.
 
-Entries tested elsewhere: 4, 5, 17-20, 23, 26-28, 37-42 in test_loops.py and test_prepare.py, 7 in
-nn/test_rnn.py, 9, 13, 16, 31 in test_convert.py, 11 and 12 in config/ and observers/, 15 in
-observers/, 22 in test_distributed.py, 43-45 in test_prepare.py and test_bad_input.py.
+Entries tested elsewhere, too: 1 in test_forms.py, 4, 5, 17-20, 23, 26-28, 37-42 in test_loops.py
+and test_prepare.py, 7 in nn/test_rnn.py, 9, 13, 16, 31 in test_convert.py, 11 and 12 in config/ and
+observers/, 15 in observers/, 21 in report/, 22 in test_distributed.py, 44, 45 in test_bad_input.py.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +21,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.ao.quantization import disable_fake_quant
+from torch.distributed import checkpoint
 
 from amct_fx import convert_amct, prepare_qat_amct, summarize
+from amct_fx.control import freeze_bn
 from amct_fx.graph import fx_graph_of
 from amct_fx.observers import ULQFakeQuantize
 
@@ -267,3 +272,217 @@ def test_the_exported_program_of_a_converted_model_holds_no_fake_quant():
     text = str(program.graph)
     assert "cachemask" not in text
     assert "quantized_decomposed.quantize_per_tensor" in text
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+    """Train on batches that depend on nothing but their numbers."""
+    for number in numbers:
+        x = example(4 + number % 2) * (1 + number / 10)
+        optimizer.zero_grad(set_to_none=True)
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def test_statistics_of_batch_norms_move_in_train_mode_only():
+    """(4)"""
+    prepared = prepare_qat_amct(Net())
+    before = prepared.bn.running_mean.clone()
+    prepared.eval()(example())
+    assert torch.equal(prepared.bn.running_mean, before)
+    prepared.train()(example())
+    assert not torch.equal(prepared.bn.running_mean, before)
+
+
+def test_a_loader_may_end_with_a_smaller_batch():
+    """(5)"""
+    data = torch.utils.data.TensorDataset(example(11))
+    prepared = prepare_qat_amct(Net(), "batch_num: 2", example(4))
+    sizes = [len(prepared(x)) for (x,) in torch.utils.data.DataLoader(data, batch_size=4)]
+    assert sizes == [4, 4, 3]
+    assert prepared.stem.input_fake_quant.is_calibrated
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(torch.relu(self.a(x))))
+
+
+def test_two_layers_with_one_weight_stay_float_and_tied():
+    """(8)"""
+    prepared = prepare_qat_amct(Tied())
+    assert prepared.a.weight is prepared.b.weight
+    rows = {row.name: row for row in summarize(prepared).rows}
+    assert [rows[name].state for name in "abc"] == ["float", "float", "qat"]
+    assert "shared" in rows["a"].reason
+    assert "shared" in rows["b"].reason
+    optimizer = torch.optim.SGD(prepared.parameters(), lr=0.1)
+    before = prepared.a.weight.detach().clone()
+    for _ in range(3):
+        prepared(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+    assert prepared.a.weight is prepared.b.weight
+    assert not torch.equal(prepared.a.weight, before)
+    cfg = (
+        "override_layer_configs { layer_name: 'a' retrain_weight_quant_config { arq_retrain {} } }"
+    )
+    with pytest.raises(ValueError, match="'a' cannot be set: its weight is shared"):
+        prepare_qat_amct(Tied(), cfg)
+
+
+def test_sync_batch_norm_may_come_before_or_after_prepare():
+    """(9)"""
+    sync = nn.SyncBatchNorm.convert_sync_batchnorm
+    torch.manual_seed(0)
+    model = Net()
+    before = prepare_qat_amct(sync(copy.deepcopy(model)))
+    after = sync(prepare_qat_amct(model))
+    assert type(after.bn) is nn.SyncBatchNorm
+    assert list(before.state_dict()) == list(after.state_dict())
+    for prepared in (before, after):
+        steps(prepared, torch.optim.SGD(prepared.parameters(), lr=0.01), range(1))
+    for key, value in before.state_dict().items():
+        assert torch.equal(value, after.state_dict()[key]), key
+    for prepared in (before, after):
+        assert type(convert_amct(prepared).bn) is nn.Identity
+
+
+def test_the_wheel_is_pure_python(tmp_path):
+    """(24)"""
+    pytest.importorskip("setuptools", minversion="77")
+    root = Path(__file__).parents[1]
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, tmp_path)
+    for name in ("amct_fx", "examples"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(root / name, tmp_path / name, ignore=ignore)
+    code = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert result.stdout.splitlines()[-1].endswith("-py3-none-any.whl")
+
+
+def in_a_new_process(code: str, *arguments: str) -> str:
+    """Run ``code`` in the folder of the repository and return what it prints."""
+    imports = (
+        "import sys, torch; from amct_fx import prepare_qat_amct; from amct_fx.control import "
+        "freeze_bn; from test.networks import Net, example; from test.test_situations import steps;"
+    )
+    root = Path(__file__).parents[1]
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    result = subprocess.run(
+        [sys.executable, "-c", imports + code, *arguments],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    return result.stdout
+
+
+def test_another_process_makes_the_same_keys_in_the_same_order():
+    """(25)"""
+    printed = in_a_new_process("print(*prepare_qat_amct(Net()).state_dict())")
+    assert printed.split() == list(prepare_qat_amct(Net()).state_dict())
+
+
+def test_loaders_that_take_what_fits_and_distributed_checkpoints_take_everything(tmp_path):
+    """(27)"""
+    trained, fresh = prepare_qat_amct(Net()), prepare_qat_amct(Net())
+    shapes = {key: value.shape for key, value in fresh.state_dict().items()}
+    steps(trained, torch.optim.SGD(trained.parameters(), lr=0.01), range(2))
+    assert {key: value.shape for key, value in trained.state_dict().items()} == shapes
+    state = trained.state_dict()
+    checkpoint.save(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    loaded = fresh.state_dict()
+    checkpoint.load(loaded, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    assert not fresh.load_state_dict(loaded).missing_keys
+    assert torch.equal(fresh.eval()(example()), trained.eval()(example()))
+
+
+RESUMED = """batch_num: 3
+retrain_weight_quant_config { ulq_retrain { } }"""
+
+
+def test_a_training_goes_on_in_another_process_as_if_it_had_not_stopped(tmp_path):
+    """(28)"""
+    torch.manual_seed(0)
+    straight = prepare_qat_amct(Net(), RESUMED)
+    freeze_bn(straight)
+    optimizer = torch.optim.SGD(straight.parameters(), lr=0.01, momentum=0.9)
+    steps(straight, optimizer, range(5))
+    torch.save((straight.state_dict(), optimizer.state_dict()), tmp_path / "stopped.pt")
+    code = (
+        "model = prepare_qat_amct(Net(), sys.argv[2]); freeze_bn(model);"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9);"
+        "state, other = torch.load(sys.argv[1] + '/stopped.pt');"
+        "model.load_state_dict(state); optimizer.load_state_dict(other);"
+        "steps(model, optimizer, range(5, 10));"
+        "torch.save(model.state_dict(), sys.argv[1] + '/resumed.pt')"
+    )
+    in_a_new_process(code, str(tmp_path), RESUMED)
+    resumed = torch.load(tmp_path / "resumed.pt")
+    steps(straight, optimizer, range(5, 10))
+    for key, value in straight.state_dict().items():
+        assert torch.equal(value, resumed[key]), key
+
+
+def test_the_torchscript_exporter_has_nothing_to_warn_of(tmp_path):
+    """(29)"""
+    prepared = prepare_qat_amct(Net()).eval()
+    prepared(example())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", torch.jit.TracerWarning)
+        torch.onnx.export(
+            convert_amct(prepared), (example(),), str(tmp_path / "m.onnx"), dynamo=False
+        )
+
+
+def test_offsets_saved_as_floats_load_by_casting():
+    """(32)"""
+    prepared = prepare_qat_amct(Net())
+    prepared(example())
+    state = {
+        key: value.float() if "zero_point" in key else value
+        for key, value in prepared.state_dict().items()
+    }
+    fresh = prepare_qat_amct(Net())
+    fresh.load_state_dict(state)
+    assert torch.equal(fresh.eval()(example()), prepared.eval()(example()))
+    types = {key: value.dtype for key, value in prepared.state_dict().items()}
+    assert {key: value.dtype for key, value in fresh.state_dict().items()} == types
+
+
+def test_the_older_of_two_models_of_one_float_model_converts_last():
+    """(42)"""
+    model = Net()
+    state = copy.deepcopy(model.state_dict())
+    older, newer = prepare_qat_amct(model), prepare_qat_amct(model, "batch_num: 2")
+    for prepared in (older, newer):
+        steps(prepared, torch.optim.SGD(prepared.parameters(), lr=0.05), range(3))
+    expected = [prepared.eval()(example()) for prepared in (older, newer)]
+    for prepared, output in ((newer, expected[1]), (older, expected[0])):
+        assert (convert_amct(prepared)(example()) - output).abs().max() <= 0.05
+    assert not torch.equal(*expected)
+    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+
+
+def test_a_model_in_eval_mode_stays_so_and_trains_when_asked():
+    """(43)"""
+    model = Net().eval()
+    random = torch.get_rng_state()
+    prepared = prepare_qat_amct(model, example_inputs=example())
+    assert not any(part.training for part in prepared.modules())
+    assert torch.equal(torch.get_rng_state(), random)
+    prepared.train()
+    before = prepared.stem.weight.detach().clone()
+    steps(prepared, torch.optim.SGD(prepared.parameters(), lr=0.1), range(2))
+    assert not torch.equal(prepared.stem.weight, before)
