@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 from amct_fx.errors import CheckpointError
 from amct_fx.graph import batch_norm_after, fx_graph_of, layer_calls, regions
 from amct_fx.nn.qat import QATLayer
 from amct_fx.observers import ULQFakeQuantize, ULQWeightFakeQuantize
+from amct_fx.prune.parametrization import M4N2
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,8 +47,8 @@ def is_amct_state(state: Mapping[str, Any]) -> bool:
 def from_amct_state(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """Translate a state dict of AMCT for a model that was prepared with the same configuration.
 
-    Ranges, learned weight scales and flags come along. An input quantizer that AMCT had not
-    calibrated stays uncalibrated. What AMCT stores for its files only is left out.
+    Ranges, learned weight scales, 2:4 masks and flags come along. An input quantizer that AMCT had
+    not calibrated stays uncalibrated. What AMCT stores for its files only is left out.
 
     Args:
         state: The state dict of AMCT's model, on the CPU.
@@ -56,7 +58,7 @@ def from_amct_state(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any
         A state dict for ``model``. Keys that are neither AMCT's nor of the model stay as they are.
 
     Raises:
-        CheckpointError: The model does not quantize a layer that AMCT quantized; names it.
+        CheckpointError: The model does not quantize or prune a layer that AMCT did; names it.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, QATLayer)}
     batch_norms = _batch_norms(model)
@@ -81,6 +83,7 @@ def from_amct_state(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any
             message = f"the checkpoint quantizes layer {name!r}, the prepared model does not"
             raise CheckpointError(message)
         found |= _quantizers(name, layers[name], values, own)
+        found |= _masks(name, layers[name], values, own)
     return found
 
 
@@ -124,6 +127,32 @@ def _quantizers(
     if isinstance(layer.weight_fake_quant, ULQWeightFakeQuantize) and _is_set(scales):
         _replace(found, f"{prefixes[1]}scale", scales)
         found[f"{prefixes[1]}calibrated"] = torch.ones(1)
+    return found
+
+
+def _masks(
+    name: str, layer: QATLayer, values: Mapping[str, Tensor], own: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the state of the 2:4 mask of one layer, and of what else may mask it."""
+    start = f"{name}.parametrizations.weight."
+    found = {
+        key: value
+        for key, value in own.items()
+        if key.startswith(start) and not key.endswith(".original")
+    }
+    mask, counter = values.get("wts_mask"), values.get("prune_cur_batch")
+    if mask is None or not _is_set(mask):
+        return found
+    masks: Any = layer.parametrizations if parametrize.is_parametrized(layer, "weight") else {}
+    places = (
+        [i for i, item in enumerate(masks["weight"]) if isinstance(item, M4N2)] if masks else []
+    )
+    if not places:
+        message = f"the checkpoint prunes layer {name!r}, the prepared model does not"
+        raise CheckpointError(message)
+    found[f"{start}{places[0]}.mask"] = mask.to(torch.uint8)
+    if counter is not None and _is_set(counter):
+        found[f"{start}{places[0]}.counter"] = counter.to(torch.int64).reshape(())
     return found
 
 

@@ -17,6 +17,7 @@ from amct_fx.copying import copy_model
 from amct_fx.errors import ArgumentError, ModelStateError
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import Quantize, QuantizedLayer
+from amct_fx.npu import lowering_of
 from amct_fx.onnx.arguments import Format, checked_inputs, checked_opset, rules_of
 from amct_fx.onnx.full import has_trained_outputs, quantize_outputs_on
 from amct_fx.report.preparation import preparation_of
@@ -150,6 +151,9 @@ def own_converted(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module) or not _is_converted(model):
         return convert_amct(model)
     training = [name for name, module in model.named_modules() if module.training]
+    if lowering_of(model) is not None:
+        message = "the model was converted for torch-npu; export one converted without a backend"
+        raise ModelStateError(message)
     if training:
         where = f"its part {training[0]!r}" if training[0] else "it"
         message = f"the model is converted, but {where} is in training mode; call model.eval()"

@@ -84,6 +84,28 @@ def test_a_layer_that_the_model_does_not_quantize_is_named() -> None:
         from_amct_state(final.state, model)
 
 
+@pytest.mark.filterwarnings("ignore::amct_fx.errors.AmctWarning")
+def test_masks_come_along() -> None:
+    final = load_final_state("compressed_m4n2_quant")
+    model = imported(final).eval()
+    with torch.no_grad():
+        output = model(final.x)
+    assert (output - final.y).abs().max() <= 2 * float(final.y.abs().max()) / 255
+    for name in ("c1", "c2", "c3", "fc"):
+        layer = model.get_submodule(name)
+        mask = final.state[f"{name}.quant_module.wts_mask"]
+        weight = final.state[f"{name}.quant_module.replaced_module.weight"]
+        assert torch.equal(layer.weight, weight * mask)
+        assert torch.equal(layer.parametrizations.weight.original, weight)
+
+
+def test_a_layer_that_the_model_does_not_prune_is_named() -> None:
+    final = load_final_state("compressed_m4n2_quant")
+    model = prepare_qat_amct(getattr(networks, final.network)())
+    with pytest.raises(CheckpointError, match="prunes layer 'c1', the prepared model does not"):
+        from_amct_state(final.state, model)
+
+
 def test_other_checkpoints_are_told_apart() -> None:
     final = load_final_state("tiny_default")
     assert is_amct_state(final.state)

@@ -20,7 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amct_fx import convert_amct, prepare_qat_amct, summarize
+from amct_fx import (
+    convert_amct,
+    export_onnx,
+    load_checkpoint,
+    prepare_qat_amct,
+    save_checkpoint,
+    summarize,
+)
 from amct_fx.npu import NpuOptions, lowering_of, probe
 from test.npu import kernels, stub
 
@@ -136,6 +143,20 @@ def numbers(name: str, options: NpuOptions) -> dict[str, Any]:
 
 
 @torch.no_grad()
+def other_uses(folder: Path) -> dict[str, str]:
+    """Return what a file of the model and a second conversion say, and a checkpoint gives."""
+    model, x = prepared("one_sample")
+    lowered = convert_amct(model, backend="npu")
+    save_checkpoint(lowered, folder / "model.pt")
+    restored, _ = load_checkpoint(folder / "model.pt", MODELS["one_sample"][0]())
+    return {
+        "export": refusal(lambda: export_onnx(lowered, (x,), folder / "model.onnx")),
+        "convert": refusal(lambda: convert_amct(lowered)),
+        "restored": type(restored[0]).__module__,
+    }
+
+
+@torch.no_grad()
 def asymmetry() -> dict[str, float]:
     """Return the error of a padded convolution as it is, and with each offset term left out."""
     torch.manual_seed(0)
@@ -182,7 +203,7 @@ def rejections() -> dict[str, str]:
     return {name: refusal(call) for name, call in calls.items()}
 
 
-def refusal(call: Callable[[], Tensor]) -> str:
+def refusal(call: Callable[[], object]) -> str:
     """Return the first line of the error of a call, ``""`` without one."""
     try:
         call()
@@ -255,6 +276,7 @@ def main(mode: str, folder: Path) -> dict[str, Any]:
         "eager": {name: numbers(name, eager) for name in ("branches", "tokens")},
         "bfloat16": numbers("island", half),
         "asymmetry": asymmetry(),
+        "other uses": other_uses(folder),
         "exported": {name: exported(name, graph) for name in ("branches", "bits")},
         "exported_eager": exported("bits", eager),
         "rejections": rejections(),

@@ -141,6 +141,13 @@ def test_wrong_calls_are_refused_by_the_kernels_for_shapes(found: Any) -> None:
     assert "bias" in said["short bias"]
 
 
+def test_other_uses_of_a_lowered_model(found: Any) -> None:
+    said = found["other uses"]
+    assert "converted for torch-npu; export one converted without a backend" in said["export"]
+    assert "already converted" in said["convert"]
+    assert said["restored"] == "amct_fx.nn.quantized"
+
+
 def test_torch_npu_has_the_operators_that_the_list_names(found: Any) -> None:
     assert found["missing"] == []
 
