@@ -130,6 +130,7 @@ def convert(
     model: ModelName = None,
     dialect: DialectName = Dialect.AUTO,
     rename: Renames = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write a file as one of another kind; from .cfg to JSON it takes --model."""
     name_map = _name_map(rename)
@@ -145,7 +146,10 @@ def convert(
             check_float_model(network)
             facts = model_facts(network, capture(network, is_layer))
         rewrite_config(config, target, facts=facts, dialect=dialect.value)
-    typer.echo(f"wrote {target}")
+    if as_json:
+        print_json({"file": str(target)})
+    else:
+        typer.echo(f"wrote {target}")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -238,7 +239,13 @@ def _metric(name: str | None) -> Any:
     if not callable(found):
         message = f"{name!r} is a {type(found).__name__}, not a function(output, batch)"
         raise typer.BadParameter(message, param_hint="--metric")
-    return found
+
+    @functools.wraps(found)
+    def metric(output: Any, batch: Any) -> Any:
+        with user_code(name):
+            return found(output, batch)
+
+    return metric
 
 
 def _float_model(name: str | None, prepared: nn.Module) -> nn.Module | None:

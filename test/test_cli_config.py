@@ -176,6 +176,12 @@ def test_convert_goes_through_all_kinds_of_files() -> None:
     ]
 
 
+def test_convert_names_the_file_as_json() -> None:
+    result = run("convert", file(QUANT), "new.cfg", "--json")
+    assert json.loads(result.output) == {"file": "new.cfg"}
+    assert Path("new.cfg").exists()
+
+
 def test_convert_writes_nothing_on_failure() -> None:
     result = run("convert", file(PRUNE), "a.json", "--model", MODEL)
     assert result.exit_code == 1

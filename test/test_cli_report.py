@@ -143,7 +143,7 @@ def test_pictures_need_data_and_matplotlib() -> None:
         (
             ("analyze", PREPARED, "--data", DATA, "--metric", "test.cli_models:broken_metric"),
             1,
-            "labels are missing",
+            "test.cli_models:broken_metric failed: KeyError: 'labels are missing'",
         ),
         (("analyze", PREPARED, "--data", DATA, "--device", "gpu"), 2, "cannot use gpu"),
         (("report", PREPARED, "--history", "missing.json"), 1, "missing.json"),

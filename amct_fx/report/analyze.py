@@ -24,6 +24,7 @@ from amct_fx.nn.quantized import QuantizedLayer
 from amct_fx.report.analysis import Analysis, Suggestion
 from amct_fx.report.batches import Batches, Forward
 from amct_fx.report.graph_view import graph_view
+from amct_fx.report.lookup import unwrapped
 from amct_fx.report.progress import Progress, ProgressReport, progress_bars
 from amct_fx.report.study import Judge, Metric, Study
 from amct_fx.report.summary import summarize
@@ -53,7 +54,7 @@ def analyze(
     prepared model with its quantizers off, so it shows quantization only, not what training did.
 
     Args:
-        model: A prepared model, calibrated; on any device.
+        model: A prepared model, calibrated; on any device, also wrapped or compiled.
         float_model: The float model, whose layers have the same names; ``None`` compares with the
             prepared model with its quantizers off.
         data: An iterable of batches, such as a ``DataLoader``, or one tensor. A batch is a tensor,
@@ -94,7 +95,7 @@ def analyze(
         >>> print(found.suggestions[0].cfg)
         quant_skip_layers: "..."
     """
-    _check_float(float_model)
+    model, float_model = _module(model), _float_module(float_model)
     usable, notes = _calibrated_layers(model)
     batches = Batches(data, num_batches)
     summary = summarize(model)
@@ -114,17 +115,22 @@ def analyze(
         )
 
 
-def _check_float(model: object) -> None:
-    if model is not None and not isinstance(model, nn.Module):
-        message = f"float_model must be a torch.nn.Module or None, not {type(model).__name__}"
-        raise ModelTypeError(message)
-
-
-def _calibrated_layers(model: object) -> tuple[list[str], list[str]]:
-    """Return the names of the layers to measure, in model order, and notes on the others."""
+def _module(model: object) -> nn.Module:
     if not isinstance(model, nn.Module):
         message = f"the model must be a torch.nn.Module, not {type(model).__name__}"
         raise ModelTypeError(message)
+    return unwrapped(model)
+
+
+def _float_module(model: object) -> nn.Module | None:
+    if model is not None and not isinstance(model, nn.Module):
+        message = f"float_model must be a torch.nn.Module or None, not {type(model).__name__}"
+        raise ModelTypeError(message)
+    return None if model is None else unwrapped(model)
+
+
+def _calibrated_layers(model: nn.Module) -> tuple[list[str], list[str]]:
+    """Return the names of the layers to measure, in model order, and notes on the others."""
     layers = {name: part for name, part in model.named_modules() if isinstance(part, QATLayer)}
     if not layers:
         done = any(isinstance(part, QuantizedLayer) for part in model.modules())

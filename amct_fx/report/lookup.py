@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch.ao.quantization import FakeQuantizeBase
+from torch.nn import Module
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from amct_fx.graph import fx_graph_of, layer_input, module_of, regions
 from amct_fx.nn.qat import QATLayer
@@ -13,7 +15,7 @@ from amct_fx.nn.quantized import Dequantize, Quantize, QuantizedLayer
 if TYPE_CHECKING:
     from torch import fx, nn
 
-__all__ = ["input_quantizers", "joined"]
+__all__ = ["input_quantizers", "joined", "unwrapped"]
 
 
 def input_quantizers(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
@@ -51,6 +53,24 @@ def _quantizer_node(node: fx.Node, region: nn.Module) -> fx.Node | None:
         return None
     quantizes = isinstance(module_of(source, region), (FakeQuantizeBase, Quantize))
     return source if quantizes else None
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside DistributedDataParallel, DataParallel and ``torch.compile``.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> unwrapped(nn.DataParallel(torch.compile(nn.ReLU())))
+        ReLU()
+    """
+    while True:
+        if isinstance(model, (DataParallel, DistributedDataParallel)):
+            model = model.module
+        elif isinstance(inner := model.__dict__.get("_modules", {}).get("_orig_mod"), Module):
+            model = inner
+        else:
+            return model
 
 
 def joined(prefix: str, name: str) -> str:

@@ -56,7 +56,10 @@ class ErrorSum:
         """Add two tensors of one shape; others are left out, as nothing can be said of them."""
         if expected.shape != actual.shape or not expected.is_floating_point():
             return
-        f, q = expected.detach().float().flatten(), actual.detach().float().flatten()
+        f, q = (
+            expected.detach().float().flatten(),
+            actual.detach().to(expected.device).float().flatten(),
+        )
         error = q - f
         sums = torch.stack([f.dot(f), q.dot(q), f.dot(q), error.dot(error)]).tolist()
         self._sums = [old + new for old, new in zip(self._sums, sums, strict=True)]

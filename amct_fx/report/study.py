@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,11 +91,17 @@ class _Batch:
     samples: int
     forward: Forward | None
     restart: Callable[[], None]
+    device: torch.device
 
     def run(self, model: nn.Module) -> Any:
         """Call a model, always with the same random numbers; the batch stays as it is."""
         self.restart()
         return run_batch(model, copied(self.batch), self.number, self.forward)
+
+    def run_elsewhere(self, model: nn.Module) -> Any:
+        """Call a model on a device of its own, and bring the result back."""
+        batch = replace(self, batch=moved(self.batch, _device_of(model)))
+        return moved(batch.run(model), self.device)
 
 
 class Study:
@@ -175,7 +181,7 @@ class Study:
         with _same_randomness(self._device) as restart:
             for number, batch in enumerate(batches):
                 here = moved(batch, self._device)
-                yield _Batch(here, number, samples_in(here), self._forward, restart)
+                yield _Batch(here, number, samples_in(here), self._forward, restart, self._device)
 
     def _steps(self, batch: _Batch) -> Iterator[int]:
         """Run everything on one batch; yields the number of runs made."""
@@ -222,7 +228,7 @@ class Study:
             if name in modules
         ]
         try:
-            return copied(batch.run(self.float_model)), seen
+            return copied(batch.run_elsewhere(self.float_model)), seen
         finally:
             for handle in handles:
                 handle.remove()
@@ -232,7 +238,7 @@ class Study:
         if self.judge.metric is not None:
             return None
         if self.float_model is not None:
-            return batch.run(self.float_model)
+            return batch.run_elsewhere(self.float_model)
         return self.board.run(batch.run, {})[0]
 
     def _compare(self, expected: _Watched, calls: dict[str, int], call: LayerCall) -> None:

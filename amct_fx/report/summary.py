@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
+from torch import nn
+
 from amct_fx.config import M4N2PruneConfig
 from amct_fx.errors import ModelStateError
 from amct_fx.nn.qat import QATLayer
@@ -19,13 +21,11 @@ from amct_fx.report.describe import (
     describe_pruning,
     describe_weight,
 )
-from amct_fx.report.lookup import input_quantizers
+from amct_fx.report.lookup import input_quantizers, unwrapped
 from amct_fx.report.preparation import LayerDecision, Preparation, preparation_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from torch import nn
 
     from amct_fx.config import CompressionConfig
     from amct_fx.graph.capture import Island
@@ -203,7 +203,8 @@ def summarize(model: nn.Module) -> Summary:
     """Say what became of every layer of a prepared or converted model.
 
     Args:
-        model: What :func:`amct_fx.prepare_qat_amct` or :func:`amct_fx.convert_amct` returned.
+        model: What :func:`amct_fx.prepare_qat_amct` or :func:`amct_fx.convert_amct` returned, also
+            wrapped for data parallelism or compiled.
 
     Returns:
         A table: ``print`` it, ``.show()`` it in colours, or take ``.rows``, ``.to_dict()``,
@@ -222,6 +223,8 @@ def summarize(model: nn.Module) -> Summary:
         2     Conv2d  float                                            skip_layers has '2' (line 1)
         1 of 2 layers quantized
     """
+    if isinstance(model, nn.Module):
+        model = unwrapped(model)
     preparation = preparation_of(model)
     if preparation is None:
         message = "the model was never prepared; call prepare_qat_amct first"

@@ -428,6 +428,14 @@ def test_an_iterator_can_be_used_and_only_so_far_as_wanted() -> None:
     assert len(taken) == 2
 
 
+def test_wrapped_and_compiled_models_are_looked_into() -> None:
+    prepared, model = prepared_and_float()
+    wrapped = nn.DataParallel(torch.compile(prepared))
+    found = quiet(wrapped, torch.compile(model), example(4))
+    assert found.ranking == quiet(prepared, model, example(4)).ranking
+    assert found.summary.rows[0].name == "a"
+
+
 def test_sensitivity_can_be_left_out() -> None:
     prepared, model = prepared_and_float()
     found = quiet(prepared, model, example(), sensitivity=False, max_skips=0)
