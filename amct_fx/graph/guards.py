@@ -12,7 +12,7 @@ import os
 import pickle
 import random
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,6 +53,8 @@ _SPECIAL_NAMES = {"apply": "an autograd.Function", "checkpoint": "torch.utils.ch
 _TRACE_FILE = fx.Tracer.trace.__code__.co_filename
 _CONSTANT = "_tensor_constant"
 """Prefix of the attributes under which fx keeps constant tensors at the root."""
+_ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), nn.Parameter})
+"""Classes whose values hold nothing that could change unseen; most attributes are of these."""
 
 
 class GuardedProxy(fx.Proxy):
@@ -246,7 +248,10 @@ def _content(value: Any) -> Any:
 
     ``type`` is asked, not ``isinstance``: the value may be a guarded proxy.
     """
-    if type(value) in (dict, list):
+    kind = type(value)
+    if kind in _ATOMS or kind in (tuple, set):
+        return None
+    if kind in (dict, list, OrderedDict):
         return value.copy()
     if issubclass(type(value), GENERATORS):
         return _drawn(value)
@@ -287,6 +292,8 @@ class _Vars(dict[str, Any]):
 def _holds_proxy(value: Any, depth: int = 4) -> bool:
     """Look for proxies in containers and plain objects that hang on an attribute."""
     kind = type(value)
+    if kind in _ATOMS:
+        return False
     if issubclass(kind, fx.Proxy):
         return True
     if depth == 0 or issubclass(kind, (nn.Module, torch.Tensor, type)):
