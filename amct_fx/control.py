@@ -7,6 +7,7 @@ patterns on layer names: ``"layer1.*"``, ``"*.conv2"``; one that matches nothing
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from torch.ao.quantization import FakeQuantizeBase
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from amct_fx.errors import ModelStateError, did_you_mean
-from amct_fx.observers import ULQFakeQuantize, ULQWeightFakeQuantize
+from amct_fx.observers import ARQFakeQuantize, ULQFakeQuantize, ULQWeightFakeQuantize
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,6 +75,37 @@ def disable_observer(model: nn.Module, pattern: str = "*") -> list[str]:
 def freeze_ranges(model: nn.Module, pattern: str = "*", *, frozen: bool = True) -> list[str]:
     """Stop (or resume) learning the clips and learned weight scales of the matching layers."""
     return _for_each(model, pattern, lambda quantizer: _turn_learning(quantizer, not frozen))
+
+
+@contextmanager
+def weights_unchanged(model: nn.Module) -> Iterator[None]:
+    """Fake-quantize each ARQ weight only once in the block, on every device.
+
+    On a CPU this happens by itself where weights do not change. On an accelerator a look at the
+    weights would stall it, so there the caller promises: no weight changes in the block. Use it
+    around an evaluation, or around the micro-batches of one optimizer step. Learned weight scales
+    and compiled models compute as always.
+
+    Args:
+        model: A prepared model.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from amct_fx import prepare_qat_amct
+        >>> model = prepare_qat_amct(nn.Sequential(nn.Linear(4, 2)))
+        >>> with weights_unchanged(model):
+        ...     for batch in torch.randn(4, 8, 4):
+        ...         model(batch).sum().backward()
+    """
+    quantizers = [part for part in model.modules() if isinstance(part, ARQFakeQuantize)]
+    for quantizer in quantizers:
+        quantizer.trust_weights()
+    try:
+        yield
+    finally:
+        for quantizer in quantizers:
+            quantizer.trust_weights(False)
 
 
 def freeze_bn(model: nn.Module, pattern: str = "*") -> list[str]:

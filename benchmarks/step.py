@@ -160,9 +160,7 @@ def rows_of(
                 "peak ratio": peak / memory["float"][1],
             }
         if name in evaluations:
-            row["eval CPU ratio"] = (
-                evaluations[name].cpu_median / evaluations["float"].cpu_median
-            )
+            row["eval CPU ratio"] = evaluations[name].cpu_median / evaluations["float"].cpu_median
         rows.append(row)
     return rows
 

@@ -105,6 +105,26 @@ def arq_apply(
     return result
 
 
+class _ReuseFunction(torch.autograd.Function):
+    """Hand out a result made before; the gradient passes unchanged to the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, result: Tensor) -> Tensor:
+        """Return the result as a tensor of its own on the same memory."""
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Pass the gradient on."""
+        return grads[0], None
+
+
+def arq_reuse(weight: Tensor, result: Tensor) -> Tensor:
+    """Return what :func:`arq_apply` returned before for the same weight; identity gradient."""
+    reused: Tensor = _ReuseFunction.apply(weight, result)  # type: ignore[no-untyped-call]
+    return reused
+
+
 def arq_fake_quantize(
     weight: Tensor,
     *,

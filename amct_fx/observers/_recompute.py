@@ -11,12 +11,14 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from amct_fx.observers._scale import as_float32
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Remade", "Source", "SourceOfLast", "fake_quantize_values"]
+__all__ = ["Remade", "Source", "SourceOfLast", "fake_quantize_values", "is_traced"]
 
 
 def fake_quantize_values(x: Tensor, scale: Tensor, offset: Tensor, num_bits: int) -> Tensor:
@@ -35,6 +37,11 @@ def fake_quantize_values(x: Tensor, scale: Tensor, offset: Tensor, num_bits: int
     return codes.sub_(offset).mul_(scale)
 
 
+def is_traced() -> bool:
+    """Say whether a compiler or an exporter records the operations instead of running them."""
+    return torch.compiler.is_compiling() or bool(torch._C._is_tracing())
+
+
 @dataclass
 class Remade:
     """The values that the first layer in backward made again, for the other readers.
@@ -49,6 +56,11 @@ class Remade:
         if self.values is None:
             self.values = fake_quantize_values(x, scale, offset, num_bits)
         return self.values
+
+    def drop(self) -> Tensor | None:
+        """Forget the values and hand over their memory."""
+        values, self.values = self.values, None
+        return values
 
 
 class Source(NamedTuple):

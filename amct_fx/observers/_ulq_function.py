@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from amct_fx.observers._clip import clip_with_excess, grad_above, grad_inside, like
-from amct_fx.observers._recompute import Remade, Source, fake_quantize_values
+from amct_fx.observers._recompute import Remade, Source, fake_quantize_values, is_traced
 from amct_fx.observers._reduce import dot
 from amct_fx.observers._scale import as_float32
 
@@ -56,15 +56,14 @@ class _ULQFunction(torch.autograd.Function):
         """
         x, upper, lower, s, o = ctx.saved_tensors
         num_bits: int = ctx.num_bits
-        if ctx.remade is not None:
-            ctx.remade.values = None
+        spare = None if ctx.remade is None else ctx.remade.drop()
         learns = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         if torch.compiler.is_compiling():
             grad_x, *grad_clips = _plain(x, grads[0], (upper, lower), (s, o), num_bits, learns)
         elif not learns:
-            grad_x, *grad_clips = _inside(x, grads[0], (s, o), num_bits)[1], None, None
+            grad_x, *grad_clips = _inside(x, grads[0], (s, o), num_bits, spare)[1], None, None
         else:
-            grad_x, *grad_clips = _fast(x, grads[0], (upper, lower), (s, o), num_bits)
+            grad_x, *grad_clips = _fast(x, grads[0], (upper, lower), (s, o), num_bits, spare)
         return grad_x.to(x.dtype), *grad_clips, *[None] * 6
 
 
@@ -82,17 +81,22 @@ def _rounding_error(clip: Tensor, scale: Tensor, steps: int) -> Tensor:
 
 
 def _inside(
-    x: Tensor, grad: Tensor, qparams: tuple[Tensor, Tensor], num_bits: int
+    x: Tensor,
+    grad: Tensor,
+    qparams: tuple[Tensor, Tensor],
+    num_bits: int,
+    spare: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``x`` clamped to the range, the gradient where nothing was clipped, and ``grad``.
 
-    All are float32 and of one memory format; the first two are fresh.
+    All are float32 and of one memory format; the first two may be overwritten. ``spare`` is memory
+    of that kind that no one needs any more.
     """
     lowest, highest = _bounds(qparams, num_bits)
     if x.dim() == 0:
         lowest, highest = lowest.reshape(()), highest.reshape(())
     values = as_float32(x)
-    clamped = torch.maximum(values, lowest).clamp_max_(highest)
+    clamped = torch.maximum(values, lowest, out=spare).clamp_max_(highest)
     grad = like(grad, clamped)
     excess = clamped - values
     return clamped, grad_inside(grad, excess, out=excess), grad
@@ -104,8 +108,9 @@ def _fast(
     clips: tuple[Tensor, Tensor],
     qparams: tuple[Tensor, Tensor],
     num_bits: int,
+    spare: Tensor | None,
 ) -> _Gradients:
-    """Return the gradients of x, M and m.
+    """Return the gradients of x, M and m; for ``spare`` see :func:`_inside`.
 
     With u = clamp(x)/s, one dot product gives A = Σ g·(RNE(u) - u)/Q inside. With c = g outside,
     S_U + S_L = Σ c, and <c, u> = u_max·S_U + u_min·S_L tells them apart. Source: houses.md 5.1,
@@ -113,7 +118,7 @@ def _fast(
     """
     s, o = qparams
     half, steps = 2 ** (num_bits - 1), 2**num_bits - 1
-    u, inside, grad = _inside(x, grad, qparams, num_bits)
+    u, inside, grad = _inside(x, grad, qparams, num_bits, spare)
     u.div_(s if x.dim() else s.reshape(()))
     rounding = u.round().sub_(u)
     error = dot(rounding, inside).div(steps)
@@ -167,13 +172,8 @@ def ulq_apply(
         or a graph is being recorded.
     """
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *clips))
-    if not recorded and not _traced():
+    if not recorded and not is_traced():
         return fake_quantize_values(x, *qparams, num_bits).to(x.dtype), None
-    remade = None if _traced() else Remade()
+    remade = None if is_traced() else Remade()
     y: Tensor = _ULQFunction.apply(x, *clips, *effective, *qparams, num_bits, remade)  # type: ignore[no-untyped-call]
     return y, None if remade is None else Source(x, *qparams, num_bits, remade)
-
-
-def _traced() -> bool:
-    """Say whether a compiler or an exporter records the operations."""
-    return torch.compiler.is_compiling() or bool(torch._C._is_tracing())

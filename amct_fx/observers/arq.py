@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from amct_fx.errors import ModelError, ModelStateError
-from amct_fx.observers._arq import arq_apply, arq_qparams
+from amct_fx.observers._arq import arq_apply, arq_qparams, arq_reuse
 from amct_fx.observers._base import AmctFakeQuantize
 from amct_fx.observers._checks import check_positive_int
+from amct_fx.observers._recompute import is_traced
+from amct_fx.observers._weight_cache import WeightCache
 
 
 def check_rows(scale: Tensor, num_channels: int, weight: Tensor, label: str) -> None:
@@ -27,7 +29,8 @@ class ARQFakeQuantize(AmctFakeQuantize):
     """Fake-quantizes a weight with a scale recomputed from it in every forward (ARQ).
 
     Symmetric, codes over the full range. There is nothing to learn, nothing to calibrate, and no
-    state that training would have to keep. The gradient of the weight is the identity.
+    state that training would have to keep. The gradient of the weight is the identity. While the
+    weight does not change, as in evaluation and gradient accumulation, the last result is used.
 
     Args:
         num_bits: Width of the integer codes, 2 to 16.
@@ -76,6 +79,7 @@ class ARQFakeQuantize(AmctFakeQuantize):
         elif num_channels is not None:
             check_positive_int("num_channels", num_channels)
         self.num_channels = num_channels
+        self._cache = WeightCache()
         device = (factory_kwargs or {}).get("device")
         if num_channels is None:
             self.register_buffer("scale", None)
@@ -98,11 +102,20 @@ class ARQFakeQuantize(AmctFakeQuantize):
         self._check_input(x, "the weight")
         if not self._fake_quant_on:
             return x
-        scale = self._scale_of(x)
+        settings = (self.num_bits, self.ch_axis, self.groups)
+        if is_traced():
+            scale = self._scale_of(x)
+            y = arq_apply(x, scale, *settings)
+        elif (kept := self._cache.find(x, settings)) is not None:
+            scale, y = kept[0], arq_reuse(x, kept[1])
+        else:
+            scale = self._scale_of(x)
+            y = arq_apply(x, scale, *settings)
+            self._cache.note(x, settings, scale, y)
         if self.training and self.num_channels is not None:
             with torch.no_grad():
                 self.scale.copy_(scale)
-        return arq_apply(x, scale, self.num_bits, self.ch_axis, self.groups)
+        return y
 
     def calculate_qparams(  # type: ignore[override]
         self, weight: Tensor | None = None
@@ -139,6 +152,11 @@ class ARQFakeQuantize(AmctFakeQuantize):
             if self.num_channels is not None:
                 parts.append(f"num_channels={self.num_channels}")
         return ", ".join(parts) + self._switches_repr()
+
+    def trust_weights(self, trusted: bool = True) -> None:
+        """Take the caller's word that the weight does not change; see ``weights_unchanged``."""
+        self._cache.clear()
+        self._cache.trusted = trusted
 
     def _scale_of(self, weight: Tensor) -> Tensor:
         """Return the ARQ scale, checked against ``num_channels``."""
