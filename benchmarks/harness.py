@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import gc
 import json
+import math
 import os
 import platform
 import statistics
@@ -172,6 +173,12 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
     return peak
 
 
+def fitted_growth(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """Return the exponent p of the best fit ``value ~ size^p``; 1 is linear growth."""
+    x, y = [math.log(size) for size in sizes], [math.log(value) for value in values]
+    return statistics.linear_regression(x, y).slope
+
+
 def parser(description: str, *, repetitions: int) -> argparse.ArgumentParser:
     """Return a parser with the options that all benchmarks have."""
     result = argparse.ArgumentParser(
@@ -185,8 +192,14 @@ def parser(description: str, *, repetitions: int) -> argparse.ArgumentParser:
 
 
 def start(arguments: argparse.Namespace) -> torch.device:
-    """Set threads and seed; return the device."""
+    """Set threads and seed; return the device.
+
+    glibc gives memory back to the system above a threshold that grows with the largest block ever
+    freed. In a young process a step then spends up to a tenth of its time on getting the same pages
+    again, or none, by chance. One block of the largest size that counts ends that for all alike.
+    """
     torch.set_num_threads(arguments.threads)
+    torch.empty(32 * MIB - 4096, dtype=torch.uint8).fill_(0)
     torch.manual_seed(0)
     if arguments.device.startswith("npu"):
         import torch_npu  # noqa: F401  registers the device

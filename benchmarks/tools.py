@@ -6,6 +6,7 @@ maker over standard input and output, in the virtual environment where that tool
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import warnings
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import peak_bytes, saved_bytes, stopwatch
+from harness import peak_bytes, saved_bytes, start, stopwatch
 from networks import SmallResNet, TrainingStep
 from torch import Tensor, nn
 
@@ -169,7 +170,7 @@ def build(make: Make, batch: int, size: int, device: torch.device) -> TrainingSt
 
 def serve(name: str, batch: int, size: int, device: torch.device, threads: int) -> None:
     """Answer requests, one a line: ``run``, ``stopwatch COUNT`` or ``memory``."""
-    torch.set_num_threads(threads)
+    start(argparse.Namespace(threads=threads, device=str(device)))
     warnings.simplefilter("ignore")
     answers, sys.stdout = sys.stdout, sys.stderr  # tools print
     step = build(PEERS[name][0], batch, size, device)
