@@ -47,7 +47,9 @@ def register(module: nn.Module, name: str, parametrization: nn.Module) -> None:
 
 def parametrized_names(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the parameters of ``module`` itself that are computed."""
-    return tuple(getattr(module, "parametrizations", ()))
+    parametrizations = getattr(module, "parametrizations", None)
+    # the compiler of PyTorch 2.6 iterates over keys, not over a ModuleDict
+    return () if parametrizations is None else tuple(parametrizations.keys())
 
 
 def parametrized_class(base: type[nn.Module], names: Iterable[str]) -> type[nn.Module]:

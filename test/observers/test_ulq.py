@@ -27,6 +27,7 @@ from amct_fx.errors import (
     ModelTypeError,
 )
 from amct_fx.observers import ULQFakeQuantize, functional
+from test.versions import BEFORE_2_7
 
 
 def state(module: nn.Module) -> dict[str, Tensor]:
@@ -722,7 +723,8 @@ def test_toggling_fake_quant_recompiles_once() -> None:
         run(x)
         module.disable_fake_quant()
         run(x)
-    assert counter.frame_count <= 2
+    # PyTorch 2.6 also counts a graph without operations
+    assert counter.frame_count <= (3 if BEFORE_2_7 else 2)
 
 
 class Scaled(nn.Module):

@@ -27,6 +27,7 @@ from amct_fx import (
 from amct_fx.onnx.files import write_model
 
 from ..networks import Net, NetWithIsland, example
+from ..versions import skip_dynamo_exporter_of_2_6
 from .cases import INT16, rand
 
 FORMATS = ("qdq", "ascend", "fake_quant")
@@ -114,6 +115,7 @@ def test_int16_activations_take_the_opset_that_has_them(tmp_path):
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_names_and_dynamic_axes_are_those_that_were_asked_for(prepared, exporter, tmp_path):
+    skip_dynamo_exporter_of_2_6(exporter == "dynamo")
     export_onnx(
         prepared,
         example(1),

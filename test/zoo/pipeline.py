@@ -110,7 +110,7 @@ def _run(entry: Entry, exporters: Sequence[str], record: Record) -> None:
         _settle_batch_norms(model, entry)
         kwargs = _in_order(model, kwargs)
     with _stage("prepare"):
-        prepared = prepare_qat_amct(model)
+        prepared = prepare_qat_amct(model, example_inputs=_example_inputs(args, kwargs))
         _record_layers(prepared, record)
     with _stage("train"):
         _train(prepared, args, kwargs)
@@ -246,6 +246,11 @@ def _train(model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -
         # Random weights make some gradients enormous, and one step would end the training.
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
+
+
+def _example_inputs(args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the inputs as prepare takes them: by position or by name."""
+    return args if args or not kwargs else kwargs
 
 
 def _record_layers(prepared: nn.Module, record: Record) -> None:

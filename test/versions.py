@@ -1,0 +1,20 @@
+"""What versions of PyTorch lack, for the tests that need it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+__all__ = ["BEFORE_2_7", "skip_dynamo_exporter_of_2_6"]
+
+BEFORE_2_7 = torch.__version__ < "2.7"
+
+
+def skip_dynamo_exporter_of_2_6(needed: bool = True) -> None:
+    """Skip a test that needs ``torch.onnx.export(dynamo=True)`` to do what 2.6 does not.
+
+    With the onnxscript that writes weights per channel it fails at batch norms, adds a Cast to
+    scalars, and forgets the names of dynamic axes.
+    """
+    if needed and BEFORE_2_7:
+        pytest.skip("the dynamo exporter of PyTorch 2.6 does not work with onnxscript 0.7")
