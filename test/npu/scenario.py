@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -157,6 +158,21 @@ def other_uses(folder: Path) -> dict[str, str]:
 
 
 @torch.no_grad()
+def forms() -> dict[str, float]:
+    """Return the error of a lowered model that was compiled, pickled or cast."""
+    model, x = prepared("branches")
+    expected = convert_amct(model)(x)
+    lowered = convert_amct(model, backend=NpuOptions(graph_mode=True))
+    compiled = torch.compile(lowered, backend="eager", fullgraph=True, dynamic=False)
+    torch._dynamo.reset()
+    return {
+        "compiled": error(compiled(x), expected),
+        "pickled": error(pickle.loads(pickle.dumps(lowered))(x), expected),
+        "bfloat16": error(copy.deepcopy(lowered).bfloat16()(x.bfloat16()).float(), expected),
+    }
+
+
+@torch.no_grad()
 def asymmetry() -> dict[str, float]:
     """Return the error of a padded convolution as it is, and with each offset term left out."""
     torch.manual_seed(0)
@@ -277,6 +293,7 @@ def main(mode: str, folder: Path) -> dict[str, Any]:
         "bfloat16": numbers("island", half),
         "asymmetry": asymmetry(),
         "other uses": other_uses(folder),
+        "forms": forms(),
         "exported": {name: exported(name, graph) for name in ("branches", "bits")},
         "exported_eager": exported("bits", eager),
         "rejections": rejections(),

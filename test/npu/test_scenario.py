@@ -74,6 +74,13 @@ def test_linear_layers_may_return_bfloat16(found: Any) -> None:
     assert {row[1] for row in found["bfloat16"]["rows"]} == {"npu_quant_matmul"}
 
 
+@pytest.mark.parametrize(
+    ("form", "limit"), [("compiled", 1e-3), ("pickled", 1e-3), ("bfloat16", 0.2)]
+)
+def test_other_forms_of_the_model_compute_the_same(found: Any, form: str, limit: float) -> None:
+    assert found["forms"][form] < limit
+
+
 def test_each_term_of_the_zero_point_is_needed(found: Any) -> None:
     errors = found["asymmetry"]
     assert errors["right"] < 1e-3
