@@ -41,7 +41,7 @@ from amct_fx.errors import (
 )
 from amct_fx.onnx import export_onnx, verify_onnx
 from amct_fx.prepare import prepare_qat_amct
-from amct_fx.prune import prune_plan
+from amct_fx.prune import prune_plan, search_channel_pruning
 from amct_fx.qconfig import get_qconfig_mapping
 from amct_fx.report import analyze, summarize
 from amct_fx.torch_ao import get_backend_config
@@ -87,6 +87,7 @@ __all__ = [
     "prepare_qat_amct",
     "prune_plan",
     "save_checkpoint",
+    "search_channel_pruning",
     "summarize",
     "verify_onnx",
 ]

@@ -24,7 +24,7 @@ from pathlib import Path
 
 PROTO_DIR = Path(__file__).resolve().parent
 OUTPUT_DIR = PROTO_DIR.parent / "amct_fx" / "config"
-PROTOS = ("retrain", "retrain_mindspore", "distill", "record")
+PROTOS = ("retrain", "retrain_mindspore", "distill", "record", "auto_prune")
 
 TEMPLATE = '''\
 """Message classes of ``proto/{name}.proto``; written by ``proto/generate.py``, do not edit."""

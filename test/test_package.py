@@ -71,6 +71,7 @@ def test_the_public_names_are_these() -> None:
         "prepare_qat_amct",
         "prune_plan",
         "save_checkpoint",
+        "search_channel_pruning",
         "summarize",
         "verify_onnx",
     ]

@@ -27,6 +27,7 @@ from amct_fx.amct_pytorch.ops import (
     MatMulQAT,
 )
 from amct_fx.amct_pytorch.prune import (
+    auto_channel_prune_search,
     create_compressed_retrain_model,
     create_prune_retrain_model,
     restore_compressed_retrain_model,
@@ -52,6 +53,7 @@ __all__ = [
     "DistillSampleBase",
     "LinearQAT",
     "MatMulQAT",
+    "auto_channel_prune_search",
     "create_compressed_retrain_model",
     "create_distill_config",
     "create_distill_model",

@@ -22,7 +22,7 @@ from amct_fx.checks import check_prepared_model
 from amct_fx.config import CompressionConfig, load_config
 from amct_fx.config.messages import warn
 from amct_fx.convert import convert_amct
-from amct_fx.errors import ConfigError, ModelStateError
+from amct_fx.errors import ConfigError, InputDataError, ModelStateError
 from amct_fx.nn.qat import QATLayer
 from amct_fx.prepare import prepare_qat_amct
 from amct_fx.prune.parametrization import WeightMask
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from amct_fx.prune.options import PruneKeywords
 
 __all__ = [
+    "auto_channel_prune_search",
     "create_compressed_retrain_model",
     "create_prune_retrain_model",
     "restore_compressed_retrain_model",
@@ -240,6 +241,56 @@ def save_compressed_retrain_model(
     file_path("record_file", record_file)
     names = (input_names, output_names, dynamic_axes)
     _save(model, record_file, save_path, input_data, names)
+
+
+def auto_channel_prune_search(
+    model: nn.Module,
+    config: str,
+    input_data: list[Any],
+    output_cfg: str,
+    sensitivity: Any = "TaylorLossSensitivity",
+    search_alg: Any = "GreedySearch",
+) -> None:
+    """Search the prune ratio of every layer for a wanted total, and write them as a ``.cfg`` file.
+
+    The very channels stand in a plan beside it, ``<output_cfg without its suffix>.plan.json``.
+
+    Args:
+        model: The float model, or ``DistributedDataParallel`` around it; it is not changed.
+        config: Path of the configuration of the search.
+        input_data: ``[data, label]``, two tensors with the samples along axis 0.
+        output_cfg: Path of the file to write, for :func:`create_prune_retrain_model`.
+        sensitivity: ``"TaylorLossSensitivity"``, or an object; see
+            :func:`amct_fx.search_channel_pruning`.
+        search_alg: ``"GreedySearch"``, or an object.
+
+    Raises:
+        ArgumentTypeError: A path is not a string, ``input_data`` is no list of two.
+        ConfigError: The configuration is wrong, or leaves no layer to search.
+        ConfigFileNotFoundError: There is no such file.
+        InputDataError: There are fewer samples than ``test_iteration``.
+        ModelError: The model has no channels that can be cut.
+    """
+    from amct_fx.prune.search import search_channel_pruning
+
+    check_type("config", config, str)
+    file_path("output_cfg", output_cfg)
+    check_type("input_data", input_data, list)
+    if len(input_data) != 2:
+        message = f"input_data must be [data, label], not a list of {len(input_data)}"
+        raise InputDataError(message)
+    checked = copied(float_model(model))
+    search_channel_pruning(
+        checked,
+        Path(config),
+        input_data,
+        output_cfg=output_cfg,
+        output_plan=Path(output_cfg).with_suffix(".plan.json"),
+        sensitivity=sensitivity,
+        search_alg=search_alg,
+        mode="amct",
+        importance="first",
+    )
 
 
 def _checked(

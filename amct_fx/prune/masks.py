@@ -6,9 +6,9 @@ Source: spec/pruning.md sections 5 and 9.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torch.nn.utils import parametrize
+import torch
 
 from amct_fx.config import M4N2PruneConfig, PruneConfig
 from amct_fx.nn.become import drop_reparametrization
@@ -17,10 +17,12 @@ from amct_fx.prune.parametrization import WeightMask, detach_hooks, filter_norm,
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
 
     from amct_fx.prune.options import PruneOptions
 
-__all__ = ["attach_filter_masks", "attach_m4n2", "fold_masks"]
+__all__ = ["attach_filter_masks", "attach_m4n2", "fold_masks", "keep_zeros"]
 
 
 def attach_m4n2(
@@ -60,6 +62,42 @@ def attach_filter_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
         filter_norm(model.get_submodule(owner), parameter, mask)
 
 
+def keep_zeros(optimizer: Optimizer, model: nn.Module) -> RemovableHandle:
+    """Let the stored weights have the zeros of their masks after every step of an optimizer.
+
+    Masked entries play no part in the model, yet weight decay and momentum move what is stored of
+    them. A 2:4 mask that is refreshed then keeps its choice: a zero never returns.
+
+    Args:
+        optimizer: Any optimizer.
+        model: A prepared model, or one with masks put on by hand.
+
+    Returns:
+        A handle whose ``remove()`` ends it.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.Linear(4, 1)
+        >>> _ = m4n2(layer)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, weight_decay=0.1)
+        >>> handle = keep_zeros(optimizer, layer)
+        >>> layer(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> int((layer.parametrizations.weight.original == 0).sum())
+        2
+    """
+    chains = [chain for module in model.modules() for chain in _masked(module)]
+
+    def zero(*_: Any) -> None:
+        with torch.no_grad():
+            for chain in chains:
+                for part in chain:
+                    if isinstance(part, WeightMask):
+                        chain.original.mul_(part.mask)
+
+    return optimizer.register_step_post_hook(zero)
+
+
 def fold_masks(model: nn.Module) -> None:
     """Make every masked parameter a plain one that holds its zeros.
 
@@ -75,9 +113,12 @@ def fold_masks(model: nn.Module) -> None:
         (True, 4)
     """
     for module in model.modules():
-        if not parametrize.is_parametrized(module):
-            continue
-        chains = [module.parametrizations[name] for name in parametrized_names(module)]  # type: ignore[index]
-        if any(isinstance(part, WeightMask) for chain in chains for part in chain):
+        if _masked(module):
             drop_reparametrization(module)
             detach_hooks(module)
+
+
+def _masked(module: Any) -> list[Any]:
+    """Return the parametrizations of a module that have a mask, one for each parameter."""
+    chains = [module.parametrizations[name] for name in parametrized_names(module)]
+    return [chain for chain in chains if any(isinstance(part, WeightMask) for part in chain)]

@@ -1,0 +1,129 @@
+"""What a model costs while channels are taken away, in closed form.
+
+Every term is a constant times the size of one tensor, and every group takes known lengths off the
+axes of known tensors; so a step costs as many multiplications as it touches terms. Source:
+spec/pruning.md section 11, "Cost".
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from amct_fx.prune.plan import PruneGroup, PrunePlan
+
+__all__ = ["CostModel", "Metric"]
+
+Metric: TypeAlias = Literal["macs", "params", "bitops", "latency"]
+"""What is to become smaller."""
+
+
+@dataclass(frozen=True)
+class _Term:
+    """A constant times the number of elements of a tensor."""
+
+    factor: float
+    tensor: str
+    shape: tuple[int, ...]
+
+
+class CostModel:
+    """The cost of a model of which groups of channels lose units.
+
+    Args:
+        plan: Its groups and costs.
+        metric: What to count.
+        factors: For ``"bitops"`` the product of the bits, for ``"latency"`` the seconds of the full
+            layer for each multiply-accumulate, by name of the layer.
+
+    Example:
+        >>> from torch import nn, ones
+        >>> from amct_fx import prune_plan
+        >>> cfg = '''prune_config { filter_pruner {
+        ...     balanced_l2_norm_filter_prune { prune_ratio: 0.5 } } }'''
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 2, 1))
+        >>> cost = CostModel(prune_plan(model, cfg, ones(1, 3, 2, 2)))
+        >>> cost.total, cost.saving(0, 4)
+        (160, 80)
+    """
+
+    def __init__(
+        self,
+        plan: PrunePlan,
+        metric: Metric = "macs",
+        factors: Mapping[str, float] | None = None,
+    ) -> None:
+        self._terms, self._rest = _terms(plan, metric, factors or {})
+        self._lengths: dict[tuple[str, int], int] = {}
+        self._gone: dict[tuple[str, int], int] = defaultdict(int)
+        self._axes = {group.id: self._axes_of(group) for group in plan.groups}
+        touched: dict[str, list[int]] = defaultdict(list)
+        for number, term in enumerate(self._terms):
+            touched[term.tensor].append(number)
+        self._touched = {
+            group: sorted({i for tensor, _ in axes for i in touched.get(tensor, ())})
+            for group, axes in self._axes.items()
+        }
+        self._values = [self._value(term) for term in self._terms]
+        self.total = self._rest + sum(self._values)
+
+    def saving(self, group: int, units: int) -> float:
+        """Return what the model gets cheaper when a group loses some more units now."""
+        self._take(group, units)
+        after = sum(self._value(self._terms[number]) for number in self._touched[group])
+        self._take(group, -units)
+        return sum(self._values[number] for number in self._touched[group]) - after
+
+    def remove(self, group: int, units: int) -> None:
+        """Let a group lose some more units."""
+        self._take(group, units)
+        for number in self._touched[group]:
+            self._values[number] = self._value(self._terms[number])
+        self.total = self._rest + sum(self._values)
+
+    def _axes_of(self, group: PruneGroup) -> dict[tuple[str, int], int]:
+        """Return how much one unit takes off each axis of each tensor."""
+        axes: dict[tuple[str, int], int] = {}
+        for member in group.members:
+            if member.role == "input":
+                continue
+            key = member.key, member.axis
+            axes[key] = axes.get(key, 0) + len(member.positions[0])
+            self._lengths[key] = member.shape[member.axis] * member.groups
+        return axes
+
+    def _take(self, group: int, units: int) -> None:
+        for key, length in self._axes[group].items():
+            self._gone[key] += units * length
+
+    def _value(self, term: _Term) -> float:
+        sizes = list(term.shape)
+        for axis, size in enumerate(sizes):
+            full = self._lengths.get((term.tensor, axis))
+            if full is not None:
+                sizes[axis] = size * (full - self._gone[term.tensor, axis]) // full
+        return term.factor * math.prod(sizes)
+
+
+def _terms(
+    plan: PrunePlan, metric: Metric, factors: Mapping[str, float]
+) -> tuple[list[_Term], float]:
+    """Return the terms that pruning changes, and the constant rest."""
+    if metric == "params":
+        shapes = {
+            member.key: member.shape
+            for group in plan.groups
+            for member in group.members
+            if member.role in ("row", "column", "attached") and "running_" not in member.parameter
+        }
+        changing = sum(math.prod(shape) for shape in shapes.values())
+        return [_Term(1, key, shape) for key, shape in shapes.items()], plan.parameters - changing
+    terms = [
+        _Term(cost.positions * factors.get(cost.name, 1), cost.tensor, cost.shape)
+        for cost in plan.costs
+    ]
+    return terms, 0

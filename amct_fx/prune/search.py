@@ -1,0 +1,312 @@
+"""Which layer may lose how much: search prune ratios for a wanted cost.
+
+Source: spec/pruning.md section 11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from amct_fx.checks import check_float_model
+from amct_fx.choices import check_choices
+from amct_fx.config import CompressionConfig, FilterPruneConfig, LayerOverride, resolve
+from amct_fx.config.auto_prune import AutoPruneConfig, load_auto_prune_config
+from amct_fx.config.files import write_text
+from amct_fx.config.messages import warn
+from amct_fx.copying import copy_model
+from amct_fx.discovery import PrepareOptions, discovered
+from amct_fx.errors import ConfigError, InputDataError, ModelError, PruneError
+from amct_fx.prune.cost import CostModel, Metric
+from amct_fx.prune.functional import remaining_channels
+from amct_fx.prune.greedy import GreedySearch, Step
+from amct_fx.prune.latency import seconds_per_mac
+from amct_fx.prune.options import PruneKeywords, PruneOptions
+from amct_fx.prune.plan import PruneGroup, PrunePlan
+from amct_fx.prune.planning import plan_channels
+from amct_fx.prune.sensitivity import Loss, TaylorLossSensitivity, samples_of
+
+if TYPE_CHECKING:
+    import os
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+    from typing_extensions import Unpack
+
+__all__ = ["ChannelSearch", "search_channel_pruning"]
+
+_TOLERANCE = 0.02
+_GLOBAL_RATIO = 0.3
+
+
+@dataclass(frozen=True)
+class ChannelSearch:
+    """What a search found.
+
+    Attributes:
+        plan: The channels to cut, for ``prepare_qat_amct(..., plan=...)``.
+        config: The same as prune ratios of single layers.
+        target: The ratio that was asked for.
+        ratio: Cost before over cost after.
+        metric: What was counted.
+        steps: The steps of the search.
+
+    Example:
+        >>> from torch import nn, rand
+        >>> model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 8, 3))
+        >>> data = [rand(1, 3, 8, 8), rand(1, 8, 4, 4)]
+        >>> found = search_channel_pruning(
+        ...     model, "compress_ratio: 1.6 ascend_optimized: false", data
+        ... )
+        >>> print(found)
+        macs 1.60x cheaper, asked for 1.6x: 0 12 of 32 cut
+    """
+
+    plan: PrunePlan
+    config: CompressionConfig
+    target: float
+    ratio: float
+    metric: str
+    steps: tuple[Step, ...] = field(repr=False, default=())
+
+    def __str__(self) -> str:
+        """Return what is reached and the layers that lose channels."""
+        cuts = [
+            f"{', '.join(group.producers)} {len(group.cut)} of {group.channels} cut"
+            for group in self.plan.groups
+            if group.cut
+        ]
+        head = f"{self.metric} {self.ratio:.2f}x cheaper, asked for {self.target:g}x"
+        return f"{head}: {'; '.join(cuts) or 'nothing is cut'}"
+
+
+def search_channel_pruning(
+    model: nn.Module,
+    config: str | os.PathLike[str] | Mapping[str, Any] | AutoPruneConfig,
+    data: Any,
+    *,
+    output_cfg: str | os.PathLike[str] | None = None,
+    output_plan: str | os.PathLike[str] | None = None,
+    metric: Metric = "macs",
+    loss: Loss | None = None,
+    bits: Mapping[str, tuple[int, int]] | None = None,
+    sensitivity: Any = "TaylorLossSensitivity",
+    search_alg: Any = "GreedySearch",
+    global_block: bool = True,
+    progress: Any = None,
+    **options: Unpack[PruneKeywords],
+) -> ChannelSearch:
+    """Find out which layer may lose how many channels, so that the model gets cheaper by a ratio.
+
+    Channels go in steps, always those whose scores are lowest for the cost they save; the cost is
+    exact at every step. The search ends at the first step that reaches the ratio.
+
+    Args:
+        model: A float model; it is not changed.
+        config: Path or text of AMCT's ``AutoChannelPruneConfig``, a dict with its fields, or an
+            :class:`AutoPruneConfig`.
+        data: ``[inputs, targets]`` with the samples along axis 0, or an iterable of such pairs,
+            one batch each.
+        output_cfg: File for the ratios, in AMCT's form.
+        output_plan: File for the plan, as JSON, with the very channels.
+        metric: ``"macs"``, ``"params"``, ``"bitops"`` (multiply-accumulates times bits), or
+            ``"latency"`` (measured once for each layer on this device).
+        loss: Of an output and a target; ``None`` for the mean absolute difference.
+        bits: For ``"bitops"`` the bits of weights and activations by name of the layer; 8 and 8
+            where it says nothing.
+        sensitivity: ``"TaylorLossSensitivity"``, or an object with its two methods.
+        search_alg: ``"GreedySearch"``, or an object whose ``channel_prune_search(model, groups,
+            (ratio, ascend_optimized, max_prune_ratio))`` returns the units to keep by id of the
+            group; each group holds its scores.
+        global_block: Write a global ``prune_config`` too, which AMCT asks for; it reaches no layer.
+        progress: ``True`` for a progress bar, ``None`` for one in a terminal, or a callable of
+            stage, done and total.
+        **options: Such as ``mode``: see :class:`amct_fx.prune.PruneOptions`.
+
+    Returns:
+        What was found; a warning says so when the ratio is missed by more than 2 %.
+
+    Raises:
+        ConfigError: The configuration is wrong, or leaves no layer to search.
+        ConfigFileNotFoundError: There is no such file.
+        InputDataError: ``data`` is of the wrong form, or there are too few samples.
+        ModelError: The model has no channels that can be cut.
+    """
+    check_choices(metric=(metric, ("macs", "params", "bitops", "latency")))
+    check_float_model(model)
+    settings = load_auto_prune_config(config)
+    sensitivity = _named(sensitivity, "sensitivity", TaylorLossSensitivity, loss)
+    samples = samples_of(data)
+    if not samples:
+        message = "data holds no samples"
+        raise InputDataError(message)
+    own, searched, plan = _plan(model, settings, samples[0][0], PruneOptions.of(options))
+    sensitivity.setup_initialization((plan, own), samples, settings.test_iteration, None)
+    scores = sensitivity.get_sensitivity(plan.groups)
+    pairs = zip(plan.groups, scores, strict=True)
+    plan = replace(plan, groups=tuple(replace(g, scores=tuple(s)) for g, s in pairs))
+    factors = _factors(metric, own, plan, samples[0][0], bits or {})
+    cost = CostModel(plan, metric, factors)
+    full = cost.total
+    wanted = (settings.compress_ratio, settings.ascend_optimized, settings.max_prune_ratio)
+    steps: tuple[Step, ...] = ()
+    with _bar(progress) as report:
+        if search_alg == "GreedySearch":
+            greedy = GreedySearch(cost, lambda ratio: report("search", *_done(ratio, wanted[0])))
+            kept: Any = greedy.channel_prune_search(plan.groups, scores, wanted)
+            steps = tuple(greedy.steps)
+        else:
+            chosen = _named(search_alg, "search_alg", None)
+            kept = chosen.channel_prune_search(own, plan.groups, wanted)
+    plan = _with_units(plan, kept)
+    found = ChannelSearch(
+        plan,
+        _as_config(settings, plan, searched, global_block=global_block),
+        settings.compress_ratio,
+        full / _cost_of(plan, metric, factors),
+        metric,
+        steps,
+    )
+    _warn_if_missed(found)
+    if output_cfg is not None:
+        write_text(output_cfg, found.config.to_cfg())
+    if output_plan is not None:
+        write_text(output_plan, plan.to_json(indent=1) + "\n")
+    return found
+
+
+def _plan(
+    model: nn.Module, config: AutoPruneConfig, inputs: Any, options: PruneOptions
+) -> tuple[nn.Module, list[str], PrunePlan]:
+    """Return our copy of the model, the layers that are searched, and a plan that cuts nothing."""
+    own = copy_model(model).eval()
+    own.requires_grad_(True)
+    with discovered(own, PrepareOptions(), inputs, prune_mode=options.mode) as found:
+        ratio = FilterPruneConfig(_GLOBAL_RATIO, config.ascend_optimized)
+        asked = replace(config.overrides, prune=ratio)
+        specs = resolve(asked, found.facts).layers.values()
+        searched = [
+            spec.name
+            for spec in specs
+            if spec.prune is not None and spec.prune_origin.level not in ("layer", "type")
+        ]
+        if not searched:
+            message = "no layer is left to be searched: all are overridden or skipped"
+            raise ConfigError(message, file=config.file)
+        wanted = {name: ratio for name in searched}
+        plan = plan_channels(own, found.captured.regions, wanted, inputs, options)
+    if not plan.groups:
+        reasons = "; ".join(map(str, plan.pinned[:5]))
+        message = f"the model has no channels that can be cut ({reasons})"
+        raise ModelError(message)
+    groups = tuple(replace(group, kept=tuple(range(group.channels))) for group in plan.groups)
+    return own, searched, replace(plan, groups=groups).with_costs()
+
+
+def _with_units(plan: PrunePlan, kept: Any) -> PrunePlan:
+    """Return the plan with the choice of a search."""
+    if isinstance(kept, PrunePlan):
+        return kept
+    if not isinstance(kept, Mapping):
+        message = "channel_prune_search must return the units to keep, by id of the group"
+        raise PruneError(message)
+    for group, units in kept.items():
+        plan = plan.with_kept(group, units)
+    return plan
+
+
+def _cost_of(plan: PrunePlan, metric: Metric, factors: Mapping[str, float]) -> float:
+    """Return the cost of a plan with its choice."""
+    cost = CostModel(plan, metric, factors)
+    for group in plan.groups:
+        cost.remove(group.id, len(group.cut))
+    return cost.total
+
+
+def _factors(
+    metric: Metric,
+    model: nn.Module,
+    plan: PrunePlan,
+    inputs: Any,
+    bits: Mapping[str, tuple[int, int]],
+) -> dict[str, float]:
+    """Return what a multiply-accumulate of each layer counts."""
+    if metric == "latency":
+        return seconds_per_mac(model, plan, inputs)
+    if metric != "bitops":
+        return {}
+    products = {cost.name: bits.get(cost.name, (8, 8)) for cost in plan.costs}
+    return {name: float(weight * activation) for name, (weight, activation) in products.items()}
+
+
+def _as_config(
+    settings: AutoPruneConfig, plan: PrunePlan, searched: list[str], *, global_block: bool
+) -> CompressionConfig:
+    """Return the choice as prune ratios of single layers; layers that stay are skipped."""
+    groups = {name: group for group in plan.groups for name in group.producers if group.cut}
+    asc = settings.ascend_optimized
+    overrides = [
+        LayerOverride(name, prune=FilterPruneConfig(_ratio_of(groups[name], asc), asc))
+        for name in searched
+        if name in groups
+    ]
+    given = settings.overrides
+    if not global_block:
+        return replace(given, layer_overrides=(*given.layer_overrides, *overrides))
+    staying = [name for name in searched if name not in groups]
+    return replace(
+        given,
+        prune=FilterPruneConfig(_GLOBAL_RATIO, asc),
+        layer_overrides=(*given.layer_overrides, *overrides),
+        prune_skip_layers=(*given.prune_skip_layers, *staying),
+    )
+
+
+def _ratio_of(group: PruneGroup, ascend_optimized: bool) -> float:
+    """Return the shortest ratio that gives the number of units back."""
+    share = len(group.cut) / group.channels
+    for digits in range(1, 10):
+        for shift in (0, 1, -1):
+            ratio = round(share, digits) + shift * 10.0**-digits
+            if 0 < ratio < 1 and len(group.kept) == remaining_channels(
+                group.channels, ratio, groups=group.balance, ascend_optimized=ascend_optimized
+            ):
+                return ratio
+    message = f"no prune_ratio leaves {len(group.kept)} of the {group.channels} channels of "
+    message += ", ".join(group.producers)
+    raise PruneError(message)
+
+
+def _named(value: Any, what: str, known: Any, *arguments: Any) -> Any:
+    """Return an object, or what a name stands for."""
+    if not isinstance(value, str):
+        return value
+    name = known.__name__ if known is not None else "GreedySearch"
+    if value != name:
+        message = f"{what} must be {name!r} or an object, not {value!r}"
+        raise ConfigError(message)
+    return known(*arguments)
+
+
+def _done(ratio: float, target: float) -> tuple[int, int]:
+    """Return how far a search is, in steps of a hundred."""
+    return min(int(100 * (1 - 1 / ratio) / (1 - 1 / target)), 100), 100
+
+
+def _warn_if_missed(found: ChannelSearch) -> None:
+    """Say what is reachable, where the wanted ratio is not."""
+    if found.ratio < found.target * (1 - 1e-9):
+        warn(f"the largest ratio that can be reached is {found.ratio:.4g}, not {found.target:g}")
+    elif found.ratio > found.target * (1 + _TOLERANCE):
+        before = found.steps[-2].ratio if len(found.steps) > 1 else 1.0
+        warn(
+            f"the ratio {found.target:g} lies between two steps of the search: {before:.4g} and "
+            f"{found.ratio:.4g}; the latter is taken"
+        )
+
+
+def _bar(progress: Any) -> AbstractContextManager[Any]:
+    from amct_fx.report.progress import progress_bars
+
+    return progress_bars(progress)

@@ -1,0 +1,138 @@
+"""How much a loss depends on each unit of channels: first-order Taylor expansion.
+
+Source: spec/pruning.md section 11; Molchanov et al., "Importance Estimation for Neural Network
+Pruning", CVPR 2019.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from amct_fx.errors import InputDataError
+
+if TYPE_CHECKING:
+    from amct_fx.prune.plan import PruneGroup
+
+__all__ = ["Loss", "Samples", "TaylorLossSensitivity", "samples_of"]
+
+Loss = Callable[[Any, Any], Tensor]
+Samples = list[tuple[Any, Any]]
+
+
+class TaylorLossSensitivity:
+    """Scores a unit by ``Σ |w · grad|`` over its rows in all producers of its group.
+
+    The gradient is that of the loss in eval mode, averaged over the samples.
+
+    Args:
+        loss: Of an output and a target; ``None`` for the mean absolute difference.
+    """
+
+    def __init__(self, loss: Loss | None = None) -> None:
+        self.loss = loss or _l1
+
+    def setup_initialization(
+        self,
+        graph_and_info: tuple[Any, nn.Module],
+        samples: Samples,
+        iterations: int,
+        _outputs: Any,
+    ) -> None:
+        """Compute the gradients.
+
+        Args:
+            graph_and_info: The plan and the model; its parameters get gradients.
+            samples: Inputs and targets.
+            iterations: How many of them to take.
+
+        Raises:
+            InputDataError: There are fewer samples.
+        """
+        self._model = graph_and_info[1]
+        if len(samples) < iterations:
+            message = f"test_iteration is {iterations}, but there are only {len(samples)} samples"
+            raise InputDataError(message)
+        self._model.eval().zero_grad(set_to_none=True)
+        with torch.enable_grad():
+            for inputs, target in samples[:iterations]:
+                arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+                output = self._model(*arguments)
+                (self._total(output, target) / iterations).backward()
+
+    def get_sensitivity(self, groups: Sequence[PruneGroup]) -> list[list[float]]:
+        """Return one score for each unit of each group."""
+        return [self._scores(group) for group in groups]
+
+    def _total(self, output: Any, target: Any) -> Tensor:
+        """Return the loss; those of several outputs are added."""
+        if isinstance(output, (tuple, list)):
+            targets = target if isinstance(target, (tuple, list)) else [target] * len(output)
+            losses = [self.loss(o, t) for o, t in zip(output, targets, strict=True)]
+            return torch.stack(losses).sum()
+        return self.loss(output, target)
+
+    def _scores(self, group: PruneGroup) -> list[float]:
+        scores = torch.zeros(group.channels, dtype=torch.float64)
+        for member in group.members:
+            if member.role != "row" or member.parameter != "weight":
+                continue
+            weight = self._model.get_parameter(member.key)
+            if weight.grad is None:
+                continue
+            rows = _row_sums((weight * weight.grad).abs().detach().double().cpu(), member)
+            for unit, positions in enumerate(member.positions):
+                scores[unit] += rows[list(positions)].sum()
+        return [float(score) for score in scores]
+
+
+def samples_of(data: Any) -> Samples:
+    """Return single samples with a batch axis of 1, or the batches of an iterable as they are.
+
+    Args:
+        data: ``[inputs, targets]``, two tensors, or tuples of them, with the samples along axis 0;
+            or an iterable of such pairs.
+
+    Raises:
+        InputDataError: It is neither.
+
+    Example:
+        >>> [x.shape for x, _ in samples_of([torch.zeros(3, 4), torch.zeros(3)])]
+        [torch.Size([1, 4]), torch.Size([1, 4]), torch.Size([1, 4])]
+    """
+    if isinstance(data, (list, tuple)) and len(data) == 2 and isinstance(data[1], Tensor):
+        inputs, targets = data
+        count = len(inputs[0] if isinstance(inputs, tuple) else inputs)
+        return [(_sample(inputs, i), targets[i : i + 1]) for i in range(count)]
+    message = "data must be [inputs, targets], or an iterable of such pairs"
+    if isinstance(data, (Tensor, str)) or not isinstance(data, Iterable):
+        raise InputDataError(message)
+    samples = []
+    for item in data:
+        if not isinstance(item, (list, tuple)) or len(item) != 2:
+            raise InputDataError(message)
+        samples.append((item[0], item[1]))
+    return samples
+
+
+def _sample(inputs: Any, index: int) -> Any:
+    if isinstance(inputs, tuple):
+        return tuple(part[index : index + 1] for part in inputs)
+    return inputs[index : index + 1]
+
+
+def _l1(output: Any, target: Any) -> Tensor:
+    return F.l1_loss(output, target)
+
+
+def _row_sums(values: Tensor, member: Any) -> Tensor:
+    """Sum over everything but the output channels, which transposed convolutions split by group."""
+    if member.axis == 0:
+        return values.flatten(1).sum(1)
+    by_group = values.flatten(2).sum(2) if values.dim() > 2 else values
+    rows: Tensor = by_group.unflatten(0, (member.groups, -1)).sum(1).flatten()
+    return rows
