@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from example_tools import print_table
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -78,10 +79,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trained = amct_fx.analyze(
         prepared, None, validation, metric=loss, greater_is_better=False, max_skips=0
     )
-    print(f"wrote {options.report}")
-    print(f"most harmful layer: {found.ranking[0]}")
-    print(f"loss: float {found.float_value:.4f}, quantized {found.quantized_value:.4f}", end=", ")
-    print(f"after {options.steps} steps of training {trained.quantized_value:.4f}")
+    print(f"wrote {options.report}; most harmful layer: {found.ranking[0]}")
+    rows = [
+        {"model": "float", "loss": found.float_value},
+        {"model": "calibrated only", "loss": found.quantized_value},
+        *(
+            {"model": f"without layer {', '.join(item.layers)}", "loss": item.value}
+            for item in found.suggestions
+        ),
+        {"model": f"after {options.steps} steps of training", "loss": trained.quantized_value},
+    ]
+    print_table("Digits, layer 3 with INT4 weights", rows)
 
 
 if __name__ == "__main__":

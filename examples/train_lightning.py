@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from example_tools import print_table
 from lightning.pytorch import LightningModule, Trainer
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -83,16 +84,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         module = Digits(lr=3e-3)
-        print(f"float accuracy     {fit(module, options.epochs, [], folder):.4f}")
+        floating = fit(module, options.epochs, [], folder)
         module.lr = 3e-4
         schedule = QATSchedule(freeze_bn_epoch=max(1, options.epochs - 1))
         callback = QATCallback("batch_num: 2", attribute="model", schedule=schedule, record_every=5)
-        print(f"prepared accuracy  {fit(module, options.epochs, [callback], folder):.4f}")
-    print(f"recorded           {callback.recorder}")
+        prepared = fit(module, options.epochs, [callback], folder)
     converted = amct_fx.convert_amct(module.model)
     batches = list(loaders()[1])
     right = sum(int((converted(x).argmax(1) == y).sum()) for x, y in batches)
-    print(f"converted accuracy {right / sum(len(y) for _, y in batches):.4f}")
+    rows = [
+        {"model": "float", "accuracy": floating},
+        {"model": "prepared", "accuracy": prepared},
+        {"model": "converted", "accuracy": right / sum(len(y) for _, y in batches)},
+    ]
+    print_table("Digits in Lightning", rows)
+    print(callback.recorder)
 
 
 if __name__ == "__main__":

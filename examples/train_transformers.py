@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from example_tools import print_table
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -93,11 +94,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     model = make_model()
-    print(f"float accuracy    {fit(model, options.epochs, 1e-3, []):.4f}")
+    floating = fit(model, options.epochs, 1e-3, [])
     prepared = amct_fx.prepare_qat_amct(model)
     callback = QATCallback(QATSchedule(freeze_ranges_epoch=options.epochs), record_every=4)
-    print(f"prepared accuracy {fit(prepared, options.epochs, 2e-4, [callback]):.4f}")
-    print(f"recorded          {callback.recorder}")
+    rows = [
+        {"model": "float", "accuracy": floating},
+        {"model": "prepared", "accuracy": fit(prepared, options.epochs, 2e-4, [callback])},
+    ]
+    print_table("BERT in a Trainer", rows)
+    print(callback.recorder)
     print(amct_fx.summarize(prepared).totals)
 
 
