@@ -122,8 +122,9 @@ def _members(walk: Walk, groups: Sequence[Group]) -> list[list[Member]]:
         for position, root in enumerate(walk.atoms.roots(atoms).flatten().tolist()):
             if root in where:
                 g, u = where[root]
-                units = places.setdefault(g, [[] for _ in groups[g].units])
-                units[u].append(position)
+                if g not in places:
+                    places[g] = [[] for _ in groups[g].units]
+                places[g][u].append(position)
         for g, units in places.items():
             found[g].append(make(tuple(tuple(unit) for unit in units)))
 

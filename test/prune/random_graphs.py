@@ -1,0 +1,269 @@
+"""Random networks out of the operations that channels can pass, for the column-mask oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+Draw = Callable[..., int]
+SIDE = 4
+
+
+@dataclass
+class Value:
+    """A tensor of the network: its number and its channels (``[2, channels, SIDE, SIDE]``)."""
+
+    number: int
+    channels: int
+
+
+Operation = Callable[["RandomNet", list[Tensor]], Tensor]
+
+
+class RandomNet(nn.Module):
+    """Runs a list of operations; each appends one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        self.operations: list[tuple[str, Operation]] = []
+        self.outputs: list[int] = []
+
+    def layer(self, module: nn.Module) -> int:
+        self.layers.append(module)
+        return len(self.layers) - 1
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        values = [x]
+        for _, operation in self.operations:
+            values.append(operation(self, values))
+        return [values[number] for number in self.outputs]
+
+    def __repr__(self) -> str:
+        """Return the operations in order, for the report of a failing example."""
+        return "; ".join(f"{i + 1}={name}" for i, (name, _) in enumerate(self.operations))
+
+
+class Builder:
+    """Adds one random operation after the other."""
+
+    def __init__(self, draw: Draw) -> None:
+        self._draw = draw
+        self.net = RandomNet()
+        self.values = [Value(0, 4)]
+
+    def integer(self, low: int, high: int) -> int:
+        return self._draw(st.integers(low, high))
+
+    def pick(self) -> Value:
+        return self.values[self.integer(max(0, len(self.values) - 6), len(self.values) - 1)]
+
+    def add(self, name: str, operation: Operation, channels: int) -> Value:
+        self.net.operations.append((name, operation))
+        self.values.append(Value(len(self.values), channels))
+        return self.values[-1]
+
+    def module(self, name: str, module: nn.Module, source: Value, channels: int) -> Value:
+        index = self.net.layer(module)
+        number = source.number
+        text = f"{name}[{index}]({number})->{channels}"
+        return self.add(text, lambda net, v: net.layers[index](v[number]), channels)
+
+    def function(
+        self, name: str, function: Callable[..., Tensor], *sources: Value, channels: int
+    ) -> Value:
+        numbers = [source.number for source in sources]
+        text = f"{name}{tuple(numbers)}->{channels}"
+        return self.add(text, lambda net, v: function(*[v[n] for n in numbers]), channels)
+
+    def with_channels(self, channels: int) -> Value:
+        """Return a tensor with so many channels, made by a convolution if there is none."""
+        fitting = [v for v in self.values[1:] if v.channels == channels]
+        if fitting and self.integer(0, 2):
+            return fitting[self.integer(0, len(fitting) - 1)]
+        source = self.pick()
+        return self.module("conv", nn.Conv2d(source.channels, channels, 1), source, channels)
+
+    # Operations
+
+    def conv(self) -> None:
+        source = self.pick()
+        groups = [g for g in (1, 1, 2, 3, 4) if source.channels % g == 0]
+        g = groups[self.integer(0, len(groups) - 1)]
+        channels = g * self.integer(2, 12 // g)
+        kernel = (1, 3)[self.integer(0, 1)]
+        layer = nn.Conv2d(source.channels, channels, kernel, padding=kernel // 2, groups=g)
+        self.module(f"conv{kernel}g{g}", layer, source, channels)
+
+    def depthwise(self) -> None:
+        source = self.pick()
+        times = self.integer(1, 2)
+        channels = source.channels * times
+        layer = nn.Conv2d(source.channels, channels, 3, padding=1, groups=source.channels)
+        self.module("depthwise", layer, source, channels)
+
+    def deconv(self) -> None:
+        source = self.pick()
+        g = 2 if source.channels % 2 == 0 and self.integer(0, 1) else 1
+        channels = g * self.integer(2, 4)
+        layer = nn.ConvTranspose2d(source.channels, channels, 3, padding=1, groups=g)
+        self.module(f"deconv g{g}", layer, source, channels)
+
+    def norm(self) -> None:
+        source = self.pick()
+        c = source.channels
+        kinds = [nn.BatchNorm2d(c), nn.InstanceNorm2d(c, affine=True), nn.GroupNorm(c, c)]
+        kinds += [nn.PReLU(c), nn.BatchNorm2d(c, affine=False), nn.LayerNorm(SIDE)]
+        if c % 2 == 0:
+            kinds.append(nn.GroupNorm(c // 2, c))
+        self.module("norm", kinds[self.integer(0, len(kinds) - 1)], source, c)
+
+    def unary(self) -> None:
+        source = self.pick()
+        functions = [F.relu, torch.sigmoid, F.gelu, torch.cos, F.softplus, torch.exp]
+        functions += [lambda x: 2 * x + 1, lambda x: F.avg_pool2d(x, 3, 1, 1), lambda x: x.flip(2)]
+        functions += [lambda x: F.softmax(x, 3), lambda x: x.permute(0, 2, 3, 1).movedim(3, 1)]
+        index = self.integer(0, len(functions) - 1)
+        self.function(f"unary{index}", functions[index], source, channels=source.channels)
+
+    def binary(self) -> None:
+        left = self.pick()
+        right = self.with_channels(left.channels)
+        functions = [torch.add, torch.sub, torch.mul, torch.maximum, lambda a, b: a + b * b]
+        index = self.integer(0, len(functions) - 1)
+        self.function(f"binary{index}", functions[index], left, right, channels=left.channels)
+
+    def gate(self) -> None:
+        source = self.pick()
+        gate = self.with_channels(source.channels)
+
+        def run(x: Tensor, y: Tensor) -> Tensor:
+            return x * torch.sigmoid(y.mean((2, 3), keepdim=True))
+
+        self.function("gate", run, source, gate, channels=source.channels)
+
+    def concat(self) -> None:
+        sources = [self.pick() for _ in range(self.integer(2, 3))]
+        total = sum(source.channels for source in sources)
+        if total <= 24:
+            self.function("cat", lambda *v: torch.cat(v, -3), *sources, channels=total)
+
+    def halves(self) -> None:
+        source = self.pick()
+        if source.channels % 2:
+            return
+        half = source.channels // 2
+        if self.integer(0, 1):
+            self.function("chunk", lambda x: x.chunk(2, 1)[1], source, channels=half)
+            self.function("chunk", lambda x: x.chunk(2, 1)[0], source, channels=half)
+        else:
+            self.function("slice", lambda x: x[:, half:], source, channels=half)
+
+    def split(self) -> None:
+        source = self.pick()
+        first = self.integer(1, source.channels - 1)
+        sizes = [first, source.channels - first]
+        swapped = self.integer(0, 1)
+
+        def run(x: Tensor) -> Tensor:
+            a, b = torch.split(x, sizes, 1)
+            return torch.cat([b, a] if swapped else [a, b], 1)
+
+        self.function(f"split{sizes}", run, source, channels=source.channels)
+
+    def shuffle(self) -> None:
+        source = self.pick()
+        if source.channels % 2:
+            return
+        half = source.channels // 2
+
+        def run(x: Tensor) -> Tensor:
+            n, c, h, w = x.shape
+            return x.reshape(n, 2, half, h, w).transpose(1, 2).reshape(n, c, h, w)
+
+        self.function("shuffle", run, source, channels=source.channels)
+
+    def linear(self) -> None:
+        source = self.pick()
+        channels = self.integer(2, 8)
+        index = self.net.layer(nn.Linear(source.channels, channels))
+        number = source.number
+
+        def run(net: RandomNet, values: list[Tensor]) -> Tensor:
+            tokens = values[number].flatten(2).transpose(1, 2)
+            return net.layers[index](tokens).transpose(1, 2).unflatten(2, (SIDE, SIDE))
+
+        self.add(f"linear[{index}]({number})->{channels}", run, channels)
+
+    def attention(self) -> None:
+        source = self.pick()
+        heads, width = self.integer(1, 2), self.integer(2, 4)
+        inner = heads * width
+        layers = [self.net.layer(nn.Linear(source.channels, inner)) for _ in range(3)]
+        number = source.number
+
+        def run(net: RandomNet, values: list[Tensor]) -> Tensor:
+            tokens = values[number].flatten(2).transpose(1, 2)
+            n, t, _ = tokens.shape
+            q, k, v = (
+                net.layers[i](tokens).reshape(n, t, heads, width).transpose(1, 2) for i in layers
+            )
+            y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, t, inner)
+            return y.transpose(1, 2).unflatten(2, (SIDE, SIDE))
+
+        self.add(f"attention{layers}({number})->{inner}", run, inner)
+
+    def again(self) -> None:
+        """Call a convolution a second time."""
+        convs = [
+            (i, layer)
+            for i, layer in enumerate(self.net.layers)
+            if isinstance(layer, nn.Conv2d) and layer.kernel_size == (1, 1) and layer.groups == 1
+        ]
+        if convs:
+            index, layer = convs[self.integer(0, len(convs) - 1)]
+            source = self.with_channels(layer.in_channels)
+            number = source.number
+            text = f"again[{index}]({number})"
+            self.add(text, lambda net, v: net.layers[index](v[number]), layer.out_channels)
+
+    def flat_head(self) -> None:
+        source = self.pick()
+        size = source.channels * SIDE * SIDE
+        index = self.net.layer(nn.Linear(size, 8 * SIDE * SIDE))
+        number = source.number
+
+        def run(net: RandomNet, values: list[Tensor]) -> Tensor:
+            x = values[number]
+            return net.layers[index](x.reshape(x.size(0), -1)).view(-1, 8, SIDE, SIDE)
+
+        self.add(f"flat[{index}]({number})->8", run, 8)
+
+
+STEPS = (
+    *(Builder.conv, Builder.conv, Builder.conv, Builder.depthwise, Builder.deconv, Builder.norm),
+    *(Builder.unary, Builder.binary, Builder.binary, Builder.gate, Builder.concat, Builder.halves),
+    *(Builder.split, Builder.shuffle, Builder.linear, Builder.attention, Builder.again),
+    Builder.flat_head,
+)
+
+
+@st.composite
+def random_nets(draw: Draw) -> RandomNet:
+    """Draw a network of 3 to 12 operations; convolutions make its outputs."""
+    builder = Builder(draw)
+    builder.conv()
+    for _ in range(draw(st.integers(3, 12))):
+        STEPS[draw(st.integers(0, len(STEPS) - 1))](builder)
+    used = {0}
+    for value in (builder.values[-1], builder.pick(), builder.pick()):
+        if value.number not in used:
+            used.add(value.number)
+            head = builder.module("head", nn.Conv2d(value.channels, 2, 1), value, 2)
+            builder.net.outputs.append(head.number)
+    return builder.net

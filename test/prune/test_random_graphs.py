@@ -1,0 +1,45 @@
+"""Random networks: what the plan cuts, the masked network cannot see."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from amct_fx.prune.oracles import column_mask_oracle
+from test.prune.helpers import plan_for
+from test.prune.random_graphs import SIDE, RandomNet, random_nets
+
+QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+
+def check(net: RandomNet, mode: str, ratio: float) -> None:
+    torch.manual_seed(0)
+    net.double().eval()
+    for parameter in net.parameters():
+        torch.nn.init.uniform_(parameter, -0.5, 0.5)
+    example = torch.randn(2, 4, SIDE, SIDE, dtype=torch.float64)
+    plan = plan_for(net, example, mode=mode, ratio=ratio)
+    for train in (False, True):
+        found = column_mask_oracle(net, plan, example, train=train)
+        assert found.worst < 1e-8, (found, str(plan))
+
+
+@settings(max_examples=300, suppress_health_check=QUIET)
+@given(random_nets(), st.sampled_from([0.3, 0.5, 0.7]))
+def test_native_mode_is_exact(net: RandomNet, ratio: float) -> None:
+    check(net, "native", ratio)
+
+
+@settings(max_examples=60, suppress_health_check=QUIET)
+@given(random_nets())
+def test_mode_amct_is_exact(net: RandomNet) -> None:
+    check(net, "amct", 0.5)
+
+
+@pytest.mark.slow
+@settings(max_examples=3000, suppress_health_check=QUIET)
+@given(random_nets(), st.sampled_from([0.1, 0.3, 0.5, 0.7, 0.9]))
+def test_native_mode_is_exact_on_many_more(net: RandomNet, ratio: float) -> None:
+    check(net, "native", ratio)
