@@ -28,6 +28,7 @@ SCHEMAS = {
     "retrain": ("Training and pruning", ""),
     "distill": ("Distillation", " (distillation)"),
     "retrain_mindspore": ("The MindSpore dialect", " (MindSpore)"),
+    "auto_prune": ("The search for prune ratios", " (search)"),
 }
 LABELS = {
     FieldDescriptorProto.LABEL_OPTIONAL: "optional",

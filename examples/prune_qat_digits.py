@@ -1,0 +1,137 @@
+"""Prune 30 % of the channels of a CNN on the digits of scikit-learn, and quantize it to INT8.
+
+    python examples/prune_qat_digits.py --epochs 10 --output pruned.onnx
+
+The configuration asks for both, so one preparation and one fine-tuning do. The script prints
+accuracy, size of the ONNX files and their latency in onnxruntime, before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import amct_fx
+
+CONFIG = """
+    batch_num: 4
+    retrain_data_quant_config { ulq_quantize { } }
+    prune_config { filter_pruner {
+      balanced_l2_norm_filter_prune { prune_ratio: 0.3 ascend_optimized: false }
+    } }
+"""
+
+
+class Block(nn.Module):
+    """Two convolutions and a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run on ``[N, C, H, W]``."""
+        y = torch.relu(self.norm1(self.conv1(x)))
+        return torch.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+
+
+def make_model() -> nn.Sequential:
+    """Return a small residual network for images ``[N, 1, 8, 8]``."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        Block(32, 64, 1),
+        Block(64, 96, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(96, 10),
+    )
+
+
+def train(model: nn.Module, images: Tensor, labels: Tensor, *, epochs: int, lr: float) -> None:
+    """Train ``model`` in place; knows nothing of pruning and quantization."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(epochs, 1))
+    model.train()
+    for _ in range(epochs):
+        for batch, target in DataLoader(TensorDataset(images, labels), 64, shuffle=True):
+            optimizer.zero_grad()
+            F.cross_entropy(model(batch), target).backward()
+            optimizer.step()
+        schedule.step()
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Return the share of right answers in eval mode."""
+    predictions = model.eval()(images).argmax(dim=1)
+    return float((predictions == labels).double().mean())
+
+
+def latency(path: Path, images: Tensor, *, repeats: int = 20) -> float:
+    """Return the milliseconds that onnxruntime takes for one batch, the shortest of several."""
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    feed = {session.get_inputs()[0].name: np.asarray(images)}
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        session.run(None, feed)
+        times.append(time.perf_counter() - start)
+    return 1000 * min(times)
+
+
+def report(name: str, model: nn.Module, path: Path, test: tuple[Tensor, Tensor]) -> None:
+    """Print accuracy, size and latency of a model and its file."""
+    right = accuracy(model, *test)
+    kilobytes = path.stat().st_size / 1024
+    took = latency(path, test[0][:64])
+    print(f"{name:12} accuracy {right:.4f}  file {kilobytes:7.1f} KiB  latency {took:6.2f} ms")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train in float, prune and quantize, fine-tune, convert, export, compare."""
+    parser = argparse.ArgumentParser(description="Prune and quantize a small CNN on the digits.")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--output", default="pruned.onnx", help="the pruned INT8 ONNX file")
+    options = parser.parse_args(arguments)
+
+    torch.manual_seed(0)
+    pixels, classes = load_digits(return_X_y=True)
+    images = torch.from_numpy(pixels / 16).float().view(-1, 1, 8, 8)
+    labels = torch.from_numpy(classes)
+    train_set, test_set = (images[::2], labels[::2]), (images[1::2], labels[1::2])
+
+    model = make_model()
+    train(model, *train_set, epochs=options.epochs, lr=3e-3)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "float.onnx"
+        example = (images[:64],)
+        torch.onnx.export(model.eval(), example, path, external_data=False, dynamo=True)
+        report("float", model, path, test_set)
+
+    print(amct_fx.prune_plan(model, CONFIG, images[:2]))
+    pruned = amct_fx.prepare_qat_amct(model, CONFIG, images[:2])
+    train(pruned, *train_set, epochs=options.epochs, lr=1e-3)
+    pruned = amct_fx.convert_amct(pruned)
+    amct_fx.export_onnx(pruned, images[:64], options.output)
+    report("pruned INT8", pruned, Path(options.output), test_set)
+
+
+if __name__ == "__main__":
+    main()
