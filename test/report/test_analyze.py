@@ -428,6 +428,26 @@ def test_an_iterator_can_be_used_and_only_so_far_as_wanted() -> None:
     assert len(taken) == 2
 
 
+def test_layers_that_the_float_model_passes_by_are_compared_all_the_same() -> None:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.encoder(x)  # in eval mode one fused operator
+
+    torch.manual_seed(0)
+    model = Encoder().eval()
+    prepared = prepare_qat_amct(model)
+    x = torch.randn(4, 6, 16)
+    prepared(x)
+    for layer in quiet(prepared, model, x).layers:
+        assert layer.output is not None
+        assert layer.output.sqnr > 20
+
+
 def test_wrapped_and_compiled_models_are_looked_into() -> None:
     prepared, model = prepared_and_float()
     wrapped = nn.DataParallel(torch.compile(prepared))
