@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -148,6 +149,7 @@ class Inputs:
 def checked_inputs(
     args: object,
     path: object,
+    model: object,
     *,
     dynamic_batch: bool,
     input_names: object,
@@ -161,10 +163,10 @@ def checked_inputs(
     Raises:
         ArgumentError: A name or axis does not fit, or ``path`` is a folder.
         ArgumentTypeError: An argument is of the wrong type.
-        InputDataError: ``args`` is neither a tensor nor a tuple, or holds no tensor.
+        InputDataError: ``args`` is no tensor, tuple or dict, does not fit, or holds no tensor.
     """
     _check_path(path)
-    inputs = _tuple_of(args)
+    inputs = positional(args, model)
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     if not tensors:
         message = "args holds no tensor; give the inputs of forward, as a tensor or a tuple"
@@ -205,13 +207,32 @@ def _check_path(path: object) -> None:
         raise ArgumentError(message)
 
 
-def _tuple_of(args: object) -> tuple[Any, ...]:
+def positional(args: object, model: object, name: str = "args") -> tuple[Any, ...]:
+    """Return example inputs as positional arguments of ``model.forward``.
+
+    Raises:
+        InputDataError: They are no tensor, tuple or dict, or a dict that ``forward`` cannot take.
+    """
     if isinstance(args, Tensor):
         return (args,)
     if isinstance(args, tuple):
         return args
-    message = f"args must be a tensor or a tuple of inputs, not {type(args).__name__}"
-    raise InputDataError(message)
+    if not isinstance(args, Mapping):
+        kind = type(args).__name__
+        message = f"{name} must be a tensor, a tuple of inputs or a dict of them, not {kind}"
+        raise InputDataError(message)
+    forward = getattr(model, "forward", model)
+    assert callable(forward)
+    try:
+        bound = inspect.signature(forward).bind(**args)
+    except TypeError as error:
+        message = f"{name} does not fit forward: {error}"
+        raise InputDataError(message) from error
+    bound.apply_defaults()
+    if bound.kwargs:
+        message = f"{name}: forward takes {', '.join(bound.kwargs)} by name only, which no file can"
+        raise InputDataError(message)
+    return bound.args
 
 
 def _names(argument: str, names: object) -> list[str] | None:

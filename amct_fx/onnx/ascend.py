@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from amct_fx.nn.quantized import QuantizedLayer
 
-__all__ = ["pack_weights", "rewrite_for_ascend", "unpack_weights"]
+__all__ = ["check_for_atc", "pack_weights", "rewrite_for_ascend", "unpack_weights"]
 
 
 def rewrite_for_ascend(graph: Graph, calls: list[LayerCall]) -> None:
@@ -74,6 +74,22 @@ def _check_layers(calls: list[LayerCall]) -> None:
             message = (
                 f"{call.name}: AscendDequant makes float32 or float16, not {dtype}; export "
                 "model.float()"
+            )
+            raise ExportError(message)
+
+
+def check_for_atc(calls: list[LayerCall]) -> None:
+    """Refuse the layers that ATC cannot take although they have an integer form.
+
+    Raises:
+        ExportError: Names the layer.
+    """
+    for call in calls:
+        layer = call.layer
+        if isinstance(layer, nn.Linear) and dequant_scale(layer, layer.input_quantizer).size > 1:
+            message = (
+                f"{call.name}: ATC's Gemm takes one weight scale, this Linear has one for each "
+                "output; prepare without linear_channel_wise, or use format 'qdq'"
             )
             raise ExportError(message)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from amct_fx.errors import ExportError
 from amct_fx.nn.quantized import QuantizedLayer
 from amct_fx.onnx.arguments import FORMATS
-from amct_fx.onnx.ascend import pack_weights, rewrite_for_ascend
+from amct_fx.onnx.ascend import check_for_atc, pack_weights, rewrite_for_ascend
 from amct_fx.onnx.fake_quant import lower_to_standard
 from amct_fx.onnx.fusing import drop_needless_clips, fold_unfused_weights, repeat_quantizers
 from amct_fx.onnx.graph import Graph
@@ -120,6 +120,7 @@ def _build_qdq_pairs(
 
 
 def _build_ascend(graph: Graph, calls: list[LayerCall], model: nn.Module, options: Options) -> None:
+    check_for_atc(calls)
     name_activations(graph, model)
     rewrite_for_ascend(graph, calls)
     pack_weights(graph, {call.path_name: call.layer for call in calls})

@@ -32,7 +32,7 @@ __all__ = ["export_onnx", "own_converted"]
 
 def export_onnx(
     model: nn.Module,
-    args: Tensor | tuple[Any, ...],
+    args: Tensor | tuple[Any, ...] | Mapping[str, Any],
     path: str | os.PathLike[str],
     *,
     format: Format = "qdq",
@@ -68,7 +68,7 @@ def export_onnx(
     Args:
         model: A calibrated model of :func:`amct_fx.prepare_qat_amct` in any mode, or a model of
             :func:`amct_fx.convert_amct`. It is not changed.
-        args: Example inputs: a tensor, or a tuple of what ``forward`` takes.
+        args: Example inputs: a tensor, a tuple of what ``forward`` takes, or a dict by its names.
         path: The file to write; missing folders are made. An old file is replaced at the very end,
             so after an error it is still there.
         format: See above.
@@ -96,7 +96,7 @@ def export_onnx(
         ArgumentTypeError: An argument is of the wrong type.
         ConvertError: The model cannot be converted; see :func:`amct_fx.convert_amct`.
         ExportError: The exporter or the format cannot hold the model.
-        InputDataError: ``args`` is neither a tensor nor a tuple.
+        InputDataError: ``args`` is no tensor, tuple or dict that ``forward`` takes.
         ModelStateError: The model is not prepared, wrapped, or converted but in training mode.
         ModelTypeError: ``model`` is no ``nn.Module``.
 
@@ -115,6 +115,7 @@ def export_onnx(
     inputs = checked_inputs(
         args,
         path,
+        model,
         dynamic_batch=dynamic_batch,
         input_names=input_names,
         output_names=output_names,

@@ -9,12 +9,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from amct_fx.errors import ArgumentError, InputDataError
+from amct_fx.errors import ArgumentError, CalibrationError, InputDataError
 from amct_fx.freezing import frozen_quantizers, replace_fake_quantizers
 from amct_fx.graph import fx_graph_of, guard_of, install_graph, layer_calls, regions
 from amct_fx.observers import ULQFakeQuantize
+from amct_fx.onnx.arguments import positional
 from amct_fx.outputs import insert_output_quantizers
 from amct_fx.report.preparation import preparation_of
 
@@ -66,7 +67,11 @@ def quantize_outputs_on(model: nn.Module, data: Iterable[Any] | None) -> None:
 
 
 def _run(model: nn.Module, batch: Any) -> None:
-    if not isinstance(batch, (Tensor, tuple)):
-        message = f"calibration_data must hold tensors or tuples, not {type(batch).__name__}"
-        raise InputDataError(message)
-    model(*((batch,) if isinstance(batch, Tensor) else batch))
+    arguments = positional(batch, model, "a batch of calibration_data")
+    try:
+        model(*arguments)
+    except CalibrationError:
+        raise
+    except Exception as error:  # whatever forward raises
+        message = f"the model cannot run on a batch of calibration_data: {error}"
+        raise InputDataError(message) from error

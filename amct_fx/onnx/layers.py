@@ -8,7 +8,7 @@ Source: spec/deploy.md sections 1 and 4.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from amct_fx.onnx.graph import Graph
 
-__all__ = ["MOVES_VALUES", "OPERATORS", "LayerCall", "find_layers", "name_activations"]
+__all__ = ["MOVES_VALUES", "OPERATORS", "LayerCall", "call_name", "find_layers", "name_activations"]
 
 OPERATORS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU")
 _CHANGES_NO_VALUE = ("Transpose", "Reshape", "Cast", "Identity", "Unsqueeze", "Squeeze", "Flatten")
@@ -93,12 +93,34 @@ def find_layers(graph: Graph, model: nn.Module) -> list[LayerCall]:
         if name is None:
             continue
         count = counts[name] = counts.get(name, -1) + 1
-        label = f"{name}_{count}" if count else name
+        label = call_name(name, count, aliases)
         quantize, path = _quantizer(graph, node, name)
         call = LayerCall(label, name, layers[name], node, quantize, path=path)
         call.bias_add = _bias_add(graph, call)
         found.append(call)
     return found
+
+
+def call_name(name: str, count: int, taken: Container[str]) -> str:
+    """Return the name of a call of a layer, which no other layer has.
+
+    Args:
+        name: Module path of the layer.
+        count: 0 for its first call.
+        taken: All module paths.
+
+    Example:
+        >>> call_name("conv", 0, {"conv"}), call_name("conv", 1, {"conv"})
+        ('conv', 'conv_1')
+        >>> call_name("conv", 1, {"conv", "conv_1"})
+        'conv__1'
+    """
+    if not count:
+        return name
+    line = "_"
+    while f"{name}{line}{count}" in taken:
+        line += "_"
+    return f"{name}{line}{count}"
 
 
 def name_activations(graph: Graph, model: nn.Module) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "Range",
     "activation_range",
     "bias_codes",
+    "dead_scale",
     "dequant_scale",
     "pack_int4",
     "packing_axis",
@@ -100,6 +101,15 @@ def bias_codes(layer: QuantizedLayer, part: str = "") -> NDArray[np.int32] | Non
     if codes is None:
         return None
     array = _array(codes)
+    common = dead_scale(layer)
+    if (
+        common is not None and layer.bias_scale is not None
+    ):  # its channels have steps of their own, and get one for all
+        values = array * _array(layer.bias_scale).astype(np.float64)
+        codes_in_common: NDArray[np.int32] = np.rint(
+            values / (common * float(layer.input_quantizer.scale))
+        ).astype(np.int32)
+        return codes_in_common
     return _onnx_gates(array, layer.mode) if isinstance(layer, nn.RNNBase) else array
 
 
@@ -114,10 +124,29 @@ def dequant_scale(layer: QuantizedLayer, quantize: Quantize, part: str = "") -> 
     product = scale * _array(quantize.scale).astype(np.float32)
     if quantize.force_fp16:  # was truncated to 19 bits, then divided by the input scale
         product = ((product.view(np.uint32) + _HALF_STEP) & _KEPT_BITS).view(np.float32)
+    common = dead_scale(layer)
+    if common is not None:
+        return np.array([common * np.float32(float(quantize.scale))], np.float32)
     if isinstance(layer, nn.RNNBase):
         gates = len(GATE_ORDER[layer.mode])
         return np.repeat(product, gates) if product.size == 1 else _onnx_gates(product, layer.mode)
     return product
+
+
+def dead_scale(layer: QuantizedLayer) -> np.float32 | None:
+    """Return one scale for a Linear whose weights are all 0 and whose scales serve only its biases.
+
+    Returns:
+        The largest scale of a channel with a bias, which is fine enough for all of them; ``None``
+        for every other layer.
+    """
+    scale, bias = getattr(layer, "weight_scale", None), getattr(layer, "bias_codes", None)
+    if not isinstance(layer, nn.Linear) or scale is None or scale.numel() == 1:
+        return None
+    if bool(layer.weight_codes.any()):
+        return None
+    used = scale[bias != 0] if bias is not None else scale[:0]
+    return np.float32(float(used.max())) if used.numel() else np.float32(1)
 
 
 def packing_axis(layer: QuantizedLayer) -> int:

@@ -16,7 +16,7 @@ from torch import nn
 
 from amct_fx.errors import ExportError
 from amct_fx.onnx.graph import set_attributes
-from amct_fx.onnx.numbers import weight_codes
+from amct_fx.onnx.numbers import dead_scale, weight_codes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -133,10 +133,13 @@ def _common_scale(layer: QuantizedLayer) -> float | None:
     scale = layer.weight_scale.detach()
     if scale.numel() == 1:
         return float(scale)
+    dead = dead_scale(layer)
+    if dead is not None:
+        return float(dead)
     axis = layer._layouts[""].axis
     axes = [i for i in range(layer.weight_codes.dim()) if i != axis]
     living = scale[(layer.weight_codes != 0).sum(axes) > 0]
     unique = torch.unique(living)
     if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) or unique.numel() > 1:
         return None
-    return float(unique[0] if unique.numel() else scale.max())  # fine enough for all biases
+    return float(unique[0]) if unique.numel() else None

@@ -21,11 +21,11 @@ from amct_fx.onnx.ascend import unpack_weights
 from amct_fx.onnx.fake_quant import lower_to_standard
 from amct_fx.onnx.files import write_model
 from amct_fx.onnx.graph import Graph
-from amct_fx.onnx.layers import MOVES_VALUES, OPERATORS
+from amct_fx.onnx.layers import MOVES_VALUES, OPERATORS, call_name
 from amct_fx.onnx.recurrent import keep_recurrent_layers_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Container, Mapping
 
 __all__ = ["FileCall", "FileRun", "ModelCall", "run_file", "run_model"]
 
@@ -149,9 +149,10 @@ def run_model(model: nn.Module, args: tuple[Any, ...]) -> dict[str, ModelCall]:
     """
     found: dict[str, ModelCall] = {}
     handles = []
+    names = dict(model.named_modules(remove_duplicate=False))
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLayer):
-            handles.append(module.register_forward_hook(_recorder(name, found)))
+            handles.append(module.register_forward_hook(_recorder(name, found, names)))
     try:
         output = model(*args)
     except Exception as error:  # whatever forward raises
@@ -164,11 +165,11 @@ def run_model(model: nn.Module, args: tuple[Any, ...]) -> dict[str, ModelCall]:
     return found
 
 
-def _recorder(name: str, found: dict[str, ModelCall]) -> Any:
+def _recorder(name: str, found: dict[str, ModelCall], names: Container[str]) -> Any:
     count = [0]
 
     def record(layer: QuantizedLayer, args: tuple[Tensor, ...], output: Any) -> None:
-        label = f"{name}_{count[0]}" if count[0] else name
+        label = call_name(name, count[0], names)
         count[0] += 1
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         codes = None
@@ -221,10 +222,10 @@ def _call(graph: Graph, node: NodeProto, layers: Mapping[str, QuantizedLayer]) -
         return None
     name, count = node.name, 0
     if name not in layers:
-        stem, _, number = name.rpartition("_")
-        if stem not in layers or not re.fullmatch(r"[1-9]\d*", number):
+        parts = re.fullmatch(r"(.*?)_+([1-9]\d*)", name)
+        if parts is None or parts[1] not in layers:
             return None
-        name, count = stem, int(number)
+        name, count = parts[1], int(parts[2])
     layer = layers[name]
     unrolled = isinstance(layer, nn.RNNBase) and node.op_type not in ("LSTM", "GRU")
     quantizer = _codes_behind(graph, node.input[0])

@@ -17,10 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from amct_fx.errors import AmctFileNotFoundError, ArgumentError, ExportError, InputDataError
+from amct_fx.errors import AmctFileNotFoundError, ArgumentError, ExportError
+from amct_fx.onnx.arguments import positional
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from amct_fx.onnx.trace import FileCall, FileRun, ModelCall
 
 __all__ = ["Verification", "VerifiedLayer", "verify_onnx"]
@@ -31,6 +35,9 @@ _EQUAL = 0.995
 _STEPS = 2
 _SQNR = 60.0
 """Decibels; a scale that is off by 0.1 % gives as much, float rounding 110 and more."""
+
+_SQNR_OF_HALF = 40.0
+"""For layers in half precision."""
 
 _SQNR_OF_FLOAT_STATE = 20.0
 """For LSTM and GRU nodes, whose hidden state stays float between the steps of the file."""
@@ -105,7 +112,9 @@ class Verification:
 
 
 def verify_onnx(
-    path: str | os.PathLike[str], model: nn.Module, batch: Tensor | tuple[Any, ...]
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    batch: Tensor | tuple[Any, ...] | Mapping[str, Any],
 ) -> Verification:
     """Run a file of :func:`amct_fx.export_onnx` and the model it was made of, and compare them.
 
@@ -114,8 +123,8 @@ def verify_onnx(
     Args:
         path: The file, of any format.
         model: The prepared or the converted model; it is not changed.
-        batch: A tensor, or a tuple of what ``forward`` takes. If the file has a fixed batch size,
-            of that size.
+        batch: A tensor, a tuple of what ``forward`` takes, or a dict by its names. If the file has
+            a fixed batch size, of that size.
 
     Returns:
         One row for each layer. Differences of a few codes are normal: PyTorch and onnxruntime sum
@@ -125,7 +134,7 @@ def verify_onnx(
         ExportError: The file is no ONNX file, cannot be run, or is of another model; or onnxruntime
             (extra ``runtime``) is not installed.
         AmctFileNotFoundError: There is no such file.
-        InputDataError: ``batch`` is neither a tensor nor a tuple, or does not fit the file.
+        InputDataError: ``batch`` is no tensor, tuple or dict, or does not fit model or file.
 
     Example:
         >>> import tempfile
@@ -146,10 +155,7 @@ def verify_onnx(
     if Path(name).is_dir():
         message = f"{name} is a folder; give the path of an ONNX file"
         raise ArgumentError(message)
-    given: object = batch
-    if not isinstance(given, (Tensor, tuple)):
-        message = f"batch must be a tensor or a tuple of inputs, not {type(batch).__name__}"
-        raise InputDataError(message)
+    inputs = positional(batch, model, "batch")
     if importlib.util.find_spec("onnxruntime") is None:
         message = "verify_onnx needs onnxruntime; pip install 'amct-fx[runtime]'"
         raise ExportError(message)
@@ -157,8 +163,8 @@ def verify_onnx(
     from amct_fx.onnx.export import own_converted
     from amct_fx.onnx.trace import run_file, run_model
 
-    converted = own_converted(model)
-    args = (batch,) if isinstance(batch, Tensor) else batch
+    converted = own_converted(model).cpu()
+    args = tree_map(_on_cpu, inputs)
     with torch.no_grad():
         ours = run_model(converted, args)
         theirs = run_file(name, converted, args)
@@ -166,6 +172,10 @@ def verify_onnx(
         outputs = zip(theirs.outputs, ours[""].outputs, strict=False)
         output_sqnr = min((_sqnr(a, b) for a, b in outputs), default=math.inf)
     return Verification(name, rows, output_sqnr)
+
+
+def _on_cpu(item: Any) -> Any:
+    return item.detach().cpu() if isinstance(item, Tensor) else item
 
 
 def _compare(call: FileCall, file: FileRun, ours: ModelCall | None) -> VerifiedLayer:
@@ -188,7 +198,8 @@ def _problem(row: VerifiedLayer, call: FileCall) -> str | None:
             f"its input quantizer makes other codes ({row.own_equal:.2%} equal, up to "
             f"{row.own_largest} steps apart)"
         )
-    if row.own_sqnr < (_SQNR_OF_FLOAT_STATE if call.keeps_float_state else _SQNR):
+    enough = _SQNR if call.layer.dtype == torch.float32 else _SQNR_OF_HALF
+    if row.own_sqnr < (_SQNR_OF_FLOAT_STATE if call.keeps_float_state else enough):
         return f"its weights, bias or scales differ ({row.own_sqnr:.0f} dB)"
     return None
 

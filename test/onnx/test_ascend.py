@@ -9,7 +9,7 @@ import torch
 from onnx import helper, numpy_helper
 from torch import nn
 
-from amct_fx import ExportError, export_onnx, prepare_qat_amct
+from amct_fx import ExportError, convert_amct, export_onnx, prepare_qat_amct
 
 from ..golden.reader import GRAPH_RUNS, load_graph
 from ..versions import skip_dynamo_exporter_of_2_6
@@ -218,3 +218,42 @@ def test_the_file_has_no_dead_nodes_and_no_notes_of_the_exporter(tmp_path):
     assert all(item.name in read for item in file.graph.initializer)
     assert not any(node.metadata_props or node.doc_string for node in file.graph.node)
     assert not file.functions
+
+
+def test_a_linear_with_one_scale_for_each_output_is_refused(tmp_path):
+    cfg = """override_layer_configs { layer_name: "0" retrain_weight_quant_config {
+        arq_retrain { channel_wise: true } } }"""
+    prepared = prepare_qat_amct(nn.Sequential(nn.Linear(4, 3)), cfg, linear_channel_wise=True)
+    prepared(rand(5, 4))
+    with pytest.raises(ExportError, match="0: ATC's Gemm takes one weight scale"):
+        deploy(prepared, rand(5, 4), tmp_path / "d.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_linear_of_zeros_keeps_its_bias_with_one_scale(tmp_path):
+    network = nn.Sequential(nn.Linear(4, 3))
+    with torch.no_grad():
+        network[0].weight.zero_()
+        network[0].bias.copy_(torch.tensor([0.013, -2.0, 0.0]))
+    model = converted(network, rand(5, 4))
+    file = deploy(model, rand(5, 4), tmp_path / "d.onnx")
+    [param] = [i for i in file.graph.initializer if i.name == "0.dequant.param"]
+    assert list(param.dims) == [1]
+    values = run_deploy(file, {"in": rand(5, 4).numpy()})
+    result = torch.from_numpy(values[file.graph.output[0].name])
+    assert torch.allclose(result, network(rand(5, 4)), atol=1e-5)
+
+
+def test_half_precision_scales_are_truncated_to_19_bits(tmp_path):
+    network, x = CASES["conv2d"]
+    prepared = prepare_qat_amct(network().eval(), "fakequant_precision_mode: FORCE_FP16_QUANT")
+    prepared(x)
+    file = deploy(prepared, x, tmp_path / "d.onnx")
+    params = [i for i in file.graph.initializer if i.name.endswith(".dequant.param")]
+    assert len(params) == 3
+    for param in params:
+        assert not (numpy_helper.to_array(param) & np.uint64(0x1FFF)).any()
+    values = run_deploy(file, {"in": x.numpy()})
+    expected = convert_amct(prepared)(x)
+    result = torch.from_numpy(values[file.graph.output[0].name])
+    assert (result - expected).abs().max() <= 1e-3 * spread(expected)

@@ -23,6 +23,7 @@ from amct_fx import (
     convert_amct,
     export_onnx,
     prepare_qat_amct,
+    verify_onnx,
 )
 from amct_fx.onnx.files import write_model
 
@@ -200,8 +201,8 @@ def test_wrong_arguments_are_named_and_nothing_is_written(prepared, tmp_path, op
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("args", [[example()], {"x": 1}, None, (), (1, 2)])
-def test_inputs_must_be_a_tensor_or_a_tuple_with_one(prepared, tmp_path, args):
+@pytest.mark.parametrize("args", [[example()], {"x": 1}, {"y": example()}, None, (), (1, 2)])
+def test_inputs_must_hold_a_tensor_that_forward_takes(prepared, tmp_path, args):
     with pytest.raises(InputDataError, match="args"):
         export_onnx(prepared, args, tmp_path / "m.onnx")
     assert not list(tmp_path.iterdir())
@@ -276,3 +277,49 @@ def test_what_is_too_large_for_one_file_lies_beside_it(prepared, tmp_path, forma
             run(tmp_path / "out" / "m.onnx", example())[0],
             run(tmp_path / "one.onnx", example())[0],
         )
+
+
+class TwoInputs(nn.Module):
+    """Takes a mask by name, a flag, and inputs inside a tuple; returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, pair, mask=None, double=False):
+        y = self.a(pair[0]) + self.b(pair[1])
+        y = y if mask is None else y * mask
+        return {"once": y, "twice": 2 * y if double else y}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_nested_inputs_names_of_arguments_and_dicts_of_results(format, tmp_path):
+    pair, mask = (rand(5, 4), rand(5, 4, seed=1)), rand(5, 1, seed=2)
+    model = prepare_qat_amct(TwoInputs())
+    model(pair, mask, double=True)
+    args = {"pair": pair, "mask": mask, "double": True}
+    export_onnx(
+        model,
+        args,
+        tmp_path / "m.onnx",
+        format=format,
+        dynamic_batch=True,
+        input_names=["x", "y", "mask"],
+        output_names=["once", "twice"],
+    )
+    file = onnx.load(tmp_path / "m.onnx")
+    assert [item.name for item in file.graph.input] == ["x", "y", "mask"]
+    assert [item.name for item in file.graph.output] == ["once", "twice"]
+    assert verify_onnx(tmp_path / "m.onnx", model, args).passed
+    if format != "ascend":
+        other = rand(7, 4, seed=3), rand(7, 4, seed=4), rand(7, 1, seed=5)
+        once, twice = run(tmp_path / "m.onnx", *other)
+        expected = convert_amct(model)(other[:2], other[2], double=True)
+        assert torch.allclose(once, expected["once"], atol=1e-5)
+        assert torch.allclose(twice, 2 * once)
+
+
+def test_a_failed_exporter_prints_nothing(prepared, tmp_path, capsys):
+    with pytest.raises(ExportError):
+        export_onnx(prepared, rand(2, 5, 8, 8), tmp_path / "m.onnx", exporter="torchscript")
+    assert capsys.readouterr().out == ""

@@ -187,9 +187,18 @@ def model_of(layer: nn.Module) -> nn.Module:
 
 def test_batches_that_do_not_fit_are_refused(model, path):
     export_onnx(model, example(2), path)
-    with pytest.raises(InputDataError, match="batch must be a tensor or a tuple"):
+    with pytest.raises(InputDataError, match="batch must be a tensor, a tuple"):
         verify_onnx(path, model, [example(2)])
     with pytest.raises(InputDataError, match="cannot run on this batch"):
         verify_onnx(path, model, example(3))
     with pytest.raises(InputDataError, match="the model cannot run on this batch"):
         verify_onnx(path, model, rand(2, 5, 8, 8))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_half_precision_models_are_verified(format, path):
+    x = example(4).half()
+    model = converted(Net().half(), x)
+    export_onnx(model, x, path, format=format, exporter="torchscript")
+    result = verify_onnx(path, model, x)
+    assert result.passed, str(result)
