@@ -120,6 +120,7 @@ def capture(
     calls = Recording() if example_inputs is None else record_calls(model, example_inputs)
     walk = _Walk(is_layer, is_wanted, calls.forms)
     walk.visit(model, "")
+    walk.keep_uncalled_layers()
     found = walk.found
     whole = bool(found.regions) and found.regions[0].module is model
     if whole and example_inputs is not None and not _same_outputs(found.regions[0], example_inputs):
@@ -128,6 +129,7 @@ def capture(
         found = walk.found
         found.islands.append(Island("", type(model).__name__, reason))
         walk.visit_children(model, "")
+        walk.keep_uncalled_layers()
     names = {model.get_submodule(name): name for name in found.island_leaves}
     for group in calls.readers_of_one_tensor(names):
         found.shared_inputs.append([names[layer] for layer in group])
@@ -219,8 +221,6 @@ class _Walk:
         self.found.regions.append(region)
         for path, refusal in tracer.islands.items():
             self._add_island(module.get_submodule(path), region.full_name(path), refusal)
-        if form is not None:
-            self._keep_uncalled_layers(region)
 
     def _trace(self, module: nn.Module) -> tuple[IslandTracer, CallForm | None, Refusal | None]:
         """Trace for every call, or for the form of call that the example inputs showed."""
@@ -237,13 +237,15 @@ class _Walk:
         refusal = tracer.trace_or_explain(module)
         return tracer, replace(form, undecided=frozenset(tracer.undecided)), refusal
 
-    def _keep_uncalled_layers(self, region: Region) -> None:
+    def keep_uncalled_layers(self) -> None:
         """Let layers that only calls of another form reach look after themselves."""
-        called = layer_calls(region.graph, region.module)
-        for path, module in region.module.named_modules():
-            if self._is_layer(module) and module not in called and module not in self._seen:
-                self._seen.add(module)
-                self.found.island_leaves.append(region.full_name(path))
+        regions = self.found.regions
+        called = {m for region in regions for m in layer_calls(region.graph, region.module)}
+        for region in regions:
+            for path, module in region.module.named_modules() if region.guard.form else ():
+                if self._is_layer(module) and not {module} & (called | self._seen):
+                    self._seen.add(module)
+                    self.found.island_leaves.append(region.full_name(path))
 
     def _adopt_graph(self, module: fx.GraphModule | GraphForward, name: str) -> None:
         """Take a graph that a module runs as it is; what it calls whole is an island."""

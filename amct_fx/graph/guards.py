@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import torch
 from torch import fx, nn
-from torch.fx.proxy import TraceError
+from torch.fx.proxy import Attribute, TraceError
 
 from amct_fx.graph.attributes import note_reads
 from amct_fx.graph.questions import GENERATORS
@@ -67,7 +67,7 @@ class GuardedProxy(fx.Proxy):
         """Record at once what may be compared by identity; fx would wait for a use."""
         if k in _QUESTIONS:
             return self.tracer.create_proxy("call_function", getattr, (self, k), {})
-        return super().__getattr__(k)
+        return _GuardedAttribute(self, k)
 
     def __len__(self) -> int:
         """Return the length of a shape that is known, for ``[*x.shape]``, which asks."""
@@ -115,6 +115,21 @@ def _may_ask_for_types(code: CodeType) -> bool:
     questions = {"isinstance", "issubclass", "__class__"}
     names = questions.intersection((*code.co_names, *code.co_varnames, *code.co_freevars))
     return bool(names) or any(step.opname == "MATCH_CLASS" for step in dis.get_instructions(code))
+
+
+class _GuardedAttribute(Attribute, GuardedProxy):
+    """What ``value.name`` gives: a node once it is used, a method if it is called."""
+
+    @property
+    def node(self) -> fx.Node:
+        """The node; made anew if a failed attempt has erased it."""
+        if self._node is not None and self._node._erased:
+            self._node = None
+        return super().node
+
+    @node.setter
+    def node(self, node: fx.Node) -> None:
+        self._node = node
 
 
 def modes() -> tuple[Any, ...]:

@@ -119,6 +119,17 @@ def _autocasts(kind: str) -> bool:
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
+def _no_view(output: Tensor) -> Tensor:
+    """Return ``output`` as a tensor of its own, which the next operation may change in place.
+
+    ``F.linear`` reshapes the matrix that it computed; autograd forbids changes of views made here.
+    """
+    if not output._is_view():
+        return output
+    made: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
+    return made
+
+
 class _Recomputing(torch.autograd.Function):
     """An operator on a quantized input that backward makes again."""
 
@@ -137,9 +148,9 @@ class _Recomputing(torch.autograd.Function):
         ctx.num_bits, ctx.remade = source.num_bits, source.remade
         ctx.gradients = backward
         if not _autocasts(input.device.type):
-            return forward(input, weight, bias)
+            return _no_view(forward(input, weight, bias))
         with torch.autocast(input.device.type, enabled=False):
-            return forward(input, weight, bias)
+            return _no_view(forward(input, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -227,3 +227,29 @@ def test_layers_of_an_island_that_read_one_tensor_are_found():
     captured = capture(Attention(), is_layer, example_inputs=torch.ones(2, 4))
     assert captured.shared_inputs == [["q", "k"]]
     assert not capture(Attention(), is_layer).shared_inputs
+
+
+def test_no_layer_is_found_twice_below_a_part_that_is_traced_for_a_form():
+    class Island(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(self.block(x)) if x.sum() > 0 else self.fc(x)
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Island()
+            self.head = nn.Linear(4, 4)
+            self.other = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            y = self.head(self.inner(x))
+            return y if mask is None else self.other(y)
+
+    captured = capture(Root(), is_layer, example_inputs=torch.ones(2, 4))
+    assert [region.name for region in captured.regions] == ["", "inner.block"]
+    assert captured.island_leaves == ["inner.fc", "other"]

@@ -228,3 +228,40 @@ def test_comparing_on_example_inputs_leaves_modes_and_random_state_alone():
     assert torch.equal(state, torch.random.get_rng_state())
     assert model.training
     assert not model.inner[1].training
+
+
+class Halves(nn.Module):
+    """Uses the shape that its parent read, then branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, shape: torch.Size) -> Tensor:
+        x = x.reshape(shape[0], -1)
+        return self.fc(x) if x.sum() > 0 else self.fc(-x)
+
+
+class ReadsOnce(nn.Module):
+    """Reads a shape once and uses it before and behind a part that cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.inner = Halves()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        shape = x.shape
+        return self.inner(x, shape).reshape(shape[0], 2, shape[1] // 2)
+
+
+def test_an_attribute_first_used_in_a_failed_attempt_is_made_anew():
+    model = ReadsOnce()
+    x = torch.randn(3, 4)
+    expected = model(x)
+    captured = capture(model, is_layer, example_inputs=x)
+    assert [island.name for island in captured.islands] == ["inner"]
+    for region in captured.regions:
+        install_graph(region.module, region.graph, region.guard)
+    assert torch.equal(model(x), expected)

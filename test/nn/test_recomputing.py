@@ -226,3 +226,21 @@ def test_frozen_weights_need_no_input() -> None:
     assert layer.weight.grad is None
     assert x.grad is not None
     assert layer.input_fake_quant.clip_max.grad is not None
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(2, 4), (2, 3, 4), (2, 3, 3, 4)])
+def test_the_output_may_be_changed_in_place(shape: tuple[int, ...], bias: bool) -> None:
+    class Doubles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4, bias=bias)
+            self.last = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x).mul_(2.0))
+
+    prepared = prepare_qat_amct(Doubles())
+    for _ in range(2):
+        prepared(torch.randn(shape)).sum().backward()
+    assert prepared.first.weight.grad is not None
