@@ -204,6 +204,7 @@ class QuantizedLayer(_KeepsScales):
         parts: Prefixes of the buffers of each weight and its bias: ``weight_<part>codes``,
             ``weight_<part>scale``, ``bias_<part>codes``, ``bias_<part>scale``.
         float_parameters: Names of the parameters that the buffers replace.
+        backend: The library whose integer operator runs the layer, ``""`` for PyTorch's float one.
         quantizes_input: Whether the layer always quantizes its input itself; see
             :class:`amct_fx.nn.qat.QATLayer`.
         dtype: Floating point type of the operator.
@@ -213,6 +214,7 @@ class QuantizedLayer(_KeepsScales):
     float_class: ClassVar[type[nn.Module]]
     parts: ClassVar[tuple[str, ...]] = ("",)
     float_parameters: ClassVar[tuple[str, ...]] = ("weight", "bias")
+    backend: ClassVar[str] = ""
     weight_codes: Tensor
     weight_scale: Tensor
     bias_codes: Tensor | None

@@ -43,6 +43,7 @@ class _NpuLayer(QuantizedLayer):
         output_dtype: What the operator returns; then cast to the dtype of the layer.
     """
 
+    backend = "npu"
     npu_bias: Tensor | None
     npu_scale: Tensor
     output_dtype: torch.dtype

@@ -43,7 +43,8 @@ class SummaryRow:
     Attributes:
         name: Name of the layer in the model.
         type: Class of the float layer.
-        state: ``"float"``, ``"qat"`` (prepared), or the integer type of the converted weight.
+        state: ``"float"``, ``"qat"`` (prepared), or the integer type of the converted weight, with
+            the library whose integer operator runs the layer.
         input_quantizer: Quantizer of the input, ``None`` for a float layer.
         hidden_quantizer: Quantizer of the hidden state of an LSTM or GRU.
         weight_quantizer: How the weight is quantized.
@@ -287,7 +288,7 @@ def _row(
     return SummaryRow(
         name,
         layer_type,
-        "qat" if isinstance(module, QATLayer) else f"int{weight.bits}",
+        "qat" if isinstance(module, QATLayer) else f"int{weight.bits} {module.backend}".rstrip(),
         source,
         None if hidden is None else describe_input(hidden),
         weight,

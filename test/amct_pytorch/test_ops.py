@@ -323,6 +323,40 @@ def test_a_disabled_operator_converts_to_the_float_layer() -> None:
     assert converted[0].weight_codes.dtype == torch.int8
 
 
+class Written(nn.Module):
+    """A model that is written with quantized operators."""
+
+    def __init__(self, *, recurrent: bool) -> None:
+        super().__init__()
+        lstm = {"retrain_enable": recurrent}
+        self.conv = amct.Conv2dQAT(3, 8, 3, padding=1)
+        self.up = amct.ConvTranspose2dQAT(8, 4, 2, stride=2)
+        self.fc = amct.LinearQAT(4, 6)
+        self.rnn = amct.LSTMQAT(6, 4, batch_first=True, config=lstm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.up(torch.relu(self.conv(x)))).mean(3)
+        return self.rnn(self.fc(x.transpose(1, 2)[:, :3]))[0]
+
+
+@pytest.mark.parametrize("format", ["qdq", "qdq_pairs", "fake_quant", "ascend"])
+def test_a_model_of_operators_goes_into_every_file(format: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    # amct_onnx takes no quantized LSTM
+    model, x = Written(recurrent=format != "qdq_pairs"), example((2, 3, 8, 8))
+    model(x)
+    expected = model.eval()(x).detach()
+    path = str(tmp_path / "model.onnx")
+    export_onnx(model, x, path, format=format, input_names=["x"])
+    graph = onnx.load(path).graph
+    if format == "ascend":
+        names = {node.name for node in graph.node if node.op_type == "AscendQuant"}
+        assert names == {"conv.quant", "up.quant", "fc.quant"}
+        return
+    (output,) = onnxruntime.InferenceSession(path).run(None, {"x": x.numpy()})
+    assert abs(output - expected.numpy()).max() <= 0.02 * float(expected.abs().max())
+
+
 class TestMatMul:
     @pytest.mark.parametrize("axes", [2, 3, 6])
     def test_both_inputs_are_quantized_symmetrically(self, axes: int) -> None:

@@ -138,7 +138,7 @@ def numbers(name: str, options: NpuOptions) -> dict[str, Any]:
     return {
         "error": error(output, expected),
         "rows": [[r.name, r.operator, r.reason] for r in lowering_of(lowered).rows],
-        "summary": {row.name: row.reason for row in summarize(lowered).rows},
+        "summary": {row.name: [row.state, row.reason] for row in summarize(lowered).rows},
         "text": str(lowering_of(lowered)),
     }
 

@@ -127,7 +127,13 @@ def test_every_fallback_has_a_reason_in_all_reports(
     assert row[1] == ""
     assert reason in row[2]
     assert reason in case["text"]
-    assert case["summary"][layer] == f"npu: {row[2]}"
+    assert case["summary"][layer] == [f"int{4 if '4 bits' in reason else 8}", f"npu: {row[2]}"]
+
+
+def test_the_summary_says_which_layers_run_in_integers(found: Any) -> None:
+    for case in found["graph"].values():
+        for name, operator, _ in case["rows"]:
+            assert case["summary"][name][0].endswith(" npu") == bool(operator)
 
 
 def test_fake_tensors_pass_the_kernels_for_shapes(found: Any) -> None:
