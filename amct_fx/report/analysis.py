@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -279,7 +280,8 @@ def _harm(layer: LayerAnalysis) -> tuple[float, float]:
     """Order layers by the harm they do; where the metric cannot tell, by the error they make."""
     if layer.sensitivity is None:
         return 0.0, -layer.output_alone.sqnr if layer.output_alone is not None else 0.0
-    return layer.sensitivity.harm, layer.sensitivity.output_mse
+    harm = layer.sensitivity.harm
+    return (math.inf if math.isnan(harm) else harm), layer.sensitivity.output_mse
 
 
 _PLAIN = (
