@@ -14,6 +14,8 @@ __all__ = ["Layout", "lay_out"]
 
 Point = tuple[float, float]
 
+_UPRIGHT = 0.85
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -108,13 +110,16 @@ def _mean_of(neighbours: list[list[int]], position: dict[int, float]) -> Callabl
 def _places(
     order: list[list[int]], before: list[list[int]], after: list[list[int]], count: int
 ) -> list[float]:
-    """Give each node a place near its neighbours, without overlap."""
-    places = {node: float(index) for row in order for index, node in enumerate(row)}
-    for sweep in range(8):
+    """Give each node a place near its neighbours, without overlap.
+
+    A little pull to the middle keeps long graphs upright: neighbours alone also agree on a slope.
+    """
+    places = {node: index - (len(row) - 1) / 2 for row in order for index, node in enumerate(row)}
+    for sweep in range(12):
         down = sweep % 2 == 0
         wish = _mean_of(before if down else after, places)
         for row in order if down else order[::-1]:
-            _spread(row, [wish(node) for node in row], places, count)
+            _spread(row, [_UPRIGHT * wish(node) for node in row], places, count)
     return [places[node] for node in range(len(places))]
 
 
