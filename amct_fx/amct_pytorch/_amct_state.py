@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import parametrize
 
 from amct_fx.errors import CheckpointError
 from amct_fx.graph import batch_norm_after, fx_graph_of, layer_calls, regions
@@ -28,6 +27,16 @@ __all__ = ["from_amct_state", "is_amct_state"]
 
 _FLOAT_LAYER = re.compile(r"(.*)\.quant_module\.replaced_module\.(weight|bias)")
 _QUANTIZER = re.compile(r"(.*)\.quant_module\.(\w+)")
+_PRUNED_PARAMETER = re.compile(r"((?:(?!\.quant_module).)*)\.replaced_module\.(weight|bias)")
+"""A layer that is pruned 2:4 and not quantized."""
+_PRUNED_FIELDS = (
+    ".wts_mask",
+    ".prune_cur_batch",
+    ".cur_batch",
+    ".s_rec_flag",
+    ".wts_scales",
+    ".wts_offsets",
+)
 _BATCH_NORM = re.compile(r"(.*)\.bn_module\.(\w+)")
 _ONLY_FOR_FILES = re.compile(r"(.*)\.(scale_w|offset_w|record_module\.quant_layer_num)")
 _OWNER_AGAIN = ".quant_module.acts_comp_reuse."
@@ -41,7 +50,7 @@ def is_amct_state(state: Mapping[str, Any]) -> bool:
         >>> is_amct_state({"conv.quant_module.acts_clip_max": 1.0})
         True
     """
-    return any(_QUANTIZER.fullmatch(key) for key in state)
+    return any(_QUANTIZER.fullmatch(key) or _PRUNED_PARAMETER.fullmatch(key) for key in state)
 
 
 def from_amct_state(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
@@ -65,12 +74,19 @@ def from_amct_state(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any
     own = model.state_dict()
     found: dict[str, Any] = {}
     fields: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    pruned: dict[str, dict[str, Tensor]] = {
+        match[1]: {} for key in state if (match := _PRUNED_PARAMETER.fullmatch(key))
+    }
     for key, value in state.items():
         if _OWNER_AGAIN in key:
             continue
         if match := _FLOAT_LAYER.fullmatch(key):
             layer, parameter = match.groups()
             found[_parameter_key(layer, parameter, own)] = value
+        elif match := _PRUNED_PARAMETER.fullmatch(key):
+            found[_parameter_key(match[1], match[2], own)] = value
+        elif (layer := key.rpartition(".")[0]) in pruned and key.endswith(_PRUNED_FIELDS):
+            pruned[layer][key.rpartition(".")[2]] = value
         elif match := _QUANTIZER.fullmatch(key):
             fields[match[1]][match[2]] = value
         elif match := _BATCH_NORM.fullmatch(key):
@@ -84,6 +100,8 @@ def from_amct_state(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any
             raise CheckpointError(message)
         found |= _quantizers(name, layers[name], values, own)
         found |= _masks(name, layers[name], values, own)
+    for name, values in pruned.items():
+        found |= _masks(name, model.get_submodule(name), values, own)
     return found
 
 
@@ -131,7 +149,7 @@ def _quantizers(
 
 
 def _masks(
-    name: str, layer: QATLayer, values: Mapping[str, Tensor], own: Mapping[str, Any]
+    name: str, layer: nn.Module, values: Mapping[str, Tensor], own: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the state of the 2:4 mask of one layer, and of what else may mask it."""
     start = f"{name}.parametrizations.weight."
@@ -143,9 +161,11 @@ def _masks(
     mask, counter = values.get("wts_mask"), values.get("prune_cur_batch")
     if mask is None or not _is_set(mask):
         return found
-    masks: Any = layer.parametrizations if parametrize.is_parametrized(layer, "weight") else {}
+    masks: Any = getattr(layer, "parametrizations", {})
     places = (
-        [i for i, item in enumerate(masks["weight"]) if isinstance(item, M4N2)] if masks else []
+        [i for i, item in enumerate(masks["weight"]) if isinstance(item, M4N2)]
+        if "weight" in masks
+        else []
     )
     if not places:
         message = f"the checkpoint prunes layer {name!r}, the prepared model does not"

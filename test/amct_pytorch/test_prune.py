@@ -20,7 +20,7 @@ from amct_fx.nn.qat import QATLayer
 from amct_fx.prune.record import read_prune_record
 from amct_fx.record import read_record_message
 
-from ..golden.reader import load_cases
+from ..golden.reader import load_cases, load_run
 from ..prune.test_golden import model_and_input
 
 RECORDS = json.loads(
@@ -306,3 +306,36 @@ def test_an_empty_record_removes_nothing_with_a_warning(tmp_path):
 def test_a_model_in_which_nothing_is_compressed_is_not_saved(tmp_path):
     with pytest.raises(RuntimeError, match="not prepared"):
         amct.save_prune_retrain_model(fresh(), f"{tmp_path}/net", images())
+
+
+def amct_masks() -> tuple[dict[str, torch.Tensor], Any]:
+    """Return weights and masks at the end of a run of AMCT with 2:4 sparsity and INT8."""
+    run = load_run("compressed_m4n2_quant")
+    path = Path(__file__).parents[1] / "golden" / "h_e2e" / "compressed_m4n2_quant.npz"
+    with np.load(path) as file:
+        state = {k.removeprefix("wT/"): torch.from_numpy(file[k]) for k in file if "wT/" in k}
+    return state, run
+
+
+def test_a_prune_only_checkpoint_of_amct_loads_whole(tmp_path):
+    state, run = amct_masks()
+    cfg, record, pth = config(tmp_path, run.cfg), str(tmp_path / "r.txt"), str(tmp_path / "a.pth")
+    example = run.inputs[0]
+    created = amct.create_prune_retrain_model(run.build(), example, cfg, record)
+    theirs = dict(run.build().state_dict())
+    for layer in ("c1", "c2", "c3", "fc"):
+        weight = state[f"{layer}.quant_module.replaced_module.weight"]
+        theirs[f"{layer}.replaced_module.weight"] = weight
+        theirs[f"{layer}.replaced_module.bias"] = theirs.pop(f"{layer}.bias")
+        theirs[f"{layer}.wts_mask"] = torch.full_like(weight, torch.nan)
+        theirs[f"{layer}.prune_cur_batch"] = torch.tensor(0)
+        theirs[f"{layer}.s_rec_flag"] = torch.tensor(0)
+        del theirs[f"{layer}.weight"]
+    theirs["c2.wts_mask"] = state["c2.quant_module.wts_mask"].float()
+    torch.save(theirs, pth)
+    restored = amct.restore_prune_retrain_model(run.build(), example, record, cfg, pth)
+    mask = restored.c2.parametrizations.weight[0].mask
+    assert torch.equal(mask, state["c2.quant_module.wts_mask"])
+    assert torch.equal(
+        restored.c1.parametrizations.weight[0].mask, created.c1.parametrizations.weight[0].mask
+    )
