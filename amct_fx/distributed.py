@@ -187,6 +187,7 @@ def _quantizer_buffers(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, AmctFakeQuantize)
         for key, _ in module.named_buffers()
+        if key != "kept_channels"  # follows the masks, which are those of the first rank
     ]
 
 
