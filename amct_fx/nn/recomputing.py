@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from amct_fx.observers import Source
+from amct_fx.observers import Source
+from amct_fx.observers._ulq_function import apply_again
 
 __all__ = ["convolution", "linear"]
 
@@ -144,8 +144,9 @@ class _Recomputing(torch.autograd.Function):
         backward: Callable[..., Any],
     ) -> Tensor:
         """Run the operator."""
-        ctx.save_for_backward(source.x, source.scale, source.offset, weight)
-        ctx.num_bits, ctx.remade = source.num_bits, source.remade
+        ctx.save_for_backward(source.x, *source.effective, *source.qparams, weight)
+        # The clips only say where gradients go; whoever writes to them must not disturb backward.
+        ctx.clips, ctx.num_bits, ctx.remade = source.clips, source.num_bits, source.remade
         ctx.gradients = backward
         if not _autocasts(input.device.type):
             return _no_view(forward(input, weight, bias))
@@ -155,8 +156,13 @@ class _Recomputing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Make the quantized input again and return the gradients of the operator."""
-        x, scale, offset, weight = ctx.saved_tensors
-        input = ctx.remade.get(x, scale, offset, ctx.num_bits)
+        x, upper, lower, scale, offset, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph
+            effective, qparams = (upper, lower), (scale, offset)
+            source = Source(x, ctx.clips, effective, qparams, ctx.num_bits, ctx.remade)
+            input = apply_again(source)
+        else:
+            input = ctx.remade.get(x, scale, offset, ctx.num_bits)
         input = input.to(x.dtype).to(weight.dtype)
         wanted = ctx.needs_input_grad[:3]
         return *ctx.gradients(grads[0], input, weight, wanted), None, None, None

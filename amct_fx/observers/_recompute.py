@@ -64,11 +64,21 @@ class Remade:
 
 
 class Source(NamedTuple):
-    """What a fake-quantized tensor was made from."""
+    """What a fake-quantized tensor was made from.
+
+    Attributes:
+        x: The float tensor.
+        clips: The tensors that receive the gradients of the clips; their values may have changed.
+        effective: The clips it was made with.
+        qparams: Scale and offset, float32 ``(1,)``.
+        num_bits: Width of the codes.
+        remade: Where the layers that read it leave the values for one another.
+    """
 
     x: Tensor
-    scale: Tensor
-    offset: Tensor
+    clips: tuple[Tensor, Tensor]
+    effective: tuple[Tensor, Tensor]
+    qparams: tuple[Tensor, Tensor]
     num_bits: int
     remade: Remade
 

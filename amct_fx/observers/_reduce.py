@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["dot", "flatten_in_memory_order"]
+__all__ = ["as_vector", "dot", "flatten_in_memory_order"]
 
 _CHUNK = 1 << 18
 """Elements in one dot product on a CPU: BLAS adds in few float32 accumulators."""
@@ -20,13 +20,21 @@ def flatten_in_memory_order(x: Tensor) -> Tensor:
     return x.permute(order).reshape(-1)
 
 
+def as_vector(x: Tensor) -> Tensor | None:
+    """Return a vector on the memory of ``x`` in its order; ``None`` if ``x`` has gaps in memory."""
+    vector = flatten_in_memory_order(x)
+    return vector if vector.data_ptr() == x.data_ptr() else None
+
+
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``Σ a·b`` of two tensors of one shape, dtype and memory format, 0-d.
+    """Return ``Σ a·b`` of two dense tensors of one shape and dtype, 0-d.
 
     Example:
         >>> dot(torch.ones(2, 3), torch.full((2, 3), 2.0))
         tensor(12.)
     """
+    if a.stride() != b.stride():
+        b = torch.empty_like(a).copy_(b)
     a, b = flatten_in_memory_order(a), flatten_in_memory_order(b)
     if a.numel() <= _CHUNK or a.device.type != "cpu":
         return torch.dot(a, b)

@@ -7,15 +7,20 @@ temporaries are overwritten. A compiler fuses the plain formulas into one pass b
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from amct_fx.observers._clip import clip_with_excess, grad_above, grad_inside, like
 from amct_fx.observers._recompute import Remade, Source, fake_quantize_values, is_traced
-from amct_fx.observers._reduce import dot
+from amct_fx.observers._reduce import as_vector, dot
 from amct_fx.observers._scale import as_float32
+
+_LARGE = 1 << 20
+"""Elements beyond which a pass over memory leaves the caches of most processors."""
+
+_PIECE = 1 << 18
 
 _Gradients = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -55,16 +60,22 @@ class _ULQFunction(torch.autograd.Function):
         grad_m = Σ g·(L - e).
         """
         x, upper, lower, s, o = ctx.saved_tensors
-        num_bits: int = ctx.num_bits
+        settings = _Settings((upper, lower), (s, o), ctx.num_bits)
         spare = None if ctx.remade is None else ctx.remade.drop()
         learns = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        if torch.compiler.is_compiling():
-            grad_x, *grad_clips = _plain(x, grads[0], (upper, lower), (s, o), num_bits, learns)
-        elif not learns:
-            grad_x, *grad_clips = _inside(x, grads[0], (s, o), num_bits, spare)[1], None, None
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():  # the latter: create_graph
+            grad_x, *grad_clips = _plain(x, grads[0], settings, learns)
         else:
-            grad_x, *grad_clips = _fast(x, grads[0], (upper, lower), (s, o), num_bits, spare)
+            grad_x, *grad_clips = _fast(x, grads[0], settings, learns, spare)
         return grad_x.to(x.dtype), *grad_clips, *[None] * 6
+
+
+class _Settings(NamedTuple):
+    """Effective clips, (scale, offset) and width of the codes of one forward."""
+
+    clips: tuple[Tensor, Tensor]
+    qparams: tuple[Tensor, Tensor]
+    num_bits: int
 
 
 def _bounds(qparams: tuple[Tensor, Tensor], num_bits: int) -> tuple[Tensor, Tensor]:
@@ -80,66 +91,114 @@ def _rounding_error(clip: Tensor, scale: Tensor, steps: int) -> Tensor:
     return u.round().sub_(u).div_(steps)
 
 
-def _inside(
-    x: Tensor,
-    grad: Tensor,
-    qparams: tuple[Tensor, Tensor],
-    num_bits: int,
-    spare: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``x`` clamped to the range, the gradient where nothing was clipped, and ``grad``.
+class _Sums(NamedTuple):
+    """``Σ g·(RNE(u) - u)`` inside, ``Σ g`` and ``Σ g·u`` outside, with u = clamp(x)/s; 0-d."""
 
-    All are float32 and of one memory format; the first two may be overwritten. ``spare`` is memory
-    of that kind that no one needs any more.
-    """
-    lowest, highest = _bounds(qparams, num_bits)
-    if x.dim() == 0:
-        lowest, highest = lowest.reshape(()), highest.reshape(())
-    values = as_float32(x)
-    clamped = torch.maximum(values, lowest, out=spare).clamp_max_(highest)
-    grad = like(grad, clamped)
-    excess = clamped - values
-    return clamped, grad_inside(grad, excess, out=excess), grad
+    rounding: Tensor
+    outside: Tensor
+    position: Tensor
 
 
 def _fast(
-    x: Tensor,
-    grad: Tensor,
-    clips: tuple[Tensor, Tensor],
-    qparams: tuple[Tensor, Tensor],
-    num_bits: int,
-    spare: Tensor | None,
+    x: Tensor, grad: Tensor, settings: _Settings, learns: bool, spare: Tensor | None
 ) -> _Gradients:
-    """Return the gradients of x, M and m; for ``spare`` see :func:`_inside`.
+    """Return the gradients of x, M and m.
 
-    With u = clamp(x)/s, one dot product gives A = Σ g·(RNE(u) - u)/Q inside. With c = g outside,
-    S_U + S_L = Σ c, and <c, u> = u_max·S_U + u_min·S_L tells them apart. Source: houses.md 5.1,
-    with the error taken from u and not from the output, whose codes may round otherwise at ties.
+    With c = g outside, S_U + S_L = Σ c, and Σ c·u = u_max·S_U + u_min·S_L tells them apart. Source:
+    houses.md 5.1, with the rounding error taken from u and not from the output, whose codes may
+    round otherwise at ties.
+
+    Args:
+        x: The input of the forward.
+        grad: Gradient of its output.
+        settings: What the forward computed with.
+        learns: Whether a clip wants a gradient.
+        spare: Memory like ``x`` in float32 that no one needs any more.
     """
-    s, o = qparams
+    (upper, lower), (s, o), num_bits = settings
+    inside, sums = _pass(x, grad, settings, learns, spare)
+    if sums is None:
+        return inside, None, None
     half, steps = 2 ** (num_bits - 1), 2**num_bits - 1
-    u, inside, grad = _inside(x, grad, qparams, num_bits, spare)
-    u.div_(s if x.dim() else s.reshape(()))
-    rounding = u.round().sub_(u)
-    error = dot(rounding, inside).div(steps)
-    outside = torch.sub(grad, inside, out=rounding)
-    total = outside.sum()
-    above = (dot(outside, u) + (half + o) * total).div_(steps)
-    below = total - above
-    error = error.addcmul(_rounding_error(clips[0], s, steps), above)
-    error = error.addcmul_(_rounding_error(clips[1], s, steps), below)
+    above = (sums.position + (half + o) * sums.outside).div_(steps)
+    below = sums.outside - above
+    error = sums.rounding / steps
+    error = error.addcmul(_rounding_error(upper, s, steps), above)
+    error = error.addcmul_(_rounding_error(lower, s, steps), below)
     return inside, error + above, below - error
 
 
-def _plain(
-    x: Tensor,
+def _pass(
+    x: Tensor, grad: Tensor, settings: _Settings, learns: bool, spare: Tensor | None
+) -> tuple[Tensor, _Sums | None]:
+    """Return the gradient of x, float32, and the sums, if wanted.
+
+    A tensor that does not fit into the cache is visited in pieces.
+    """
+    lowest, highest = _bounds(settings.qparams, settings.num_bits)
+    s, _ = settings.qparams
+    if x.dim() == 0:
+        lowest, highest, s = lowest.reshape(()), highest.reshape(()), s.reshape(())
+    values = as_float32(x)
+    limits = lowest, highest, s
+    vector = as_vector(values) if _is_large(x) else None
+    if vector is None:
+        inside = torch.empty_like(values)
+        return inside, _piece(values, like(grad, inside), limits, learns, inside, spare, None)
+    inside = torch.empty_like(values)
+    flat, grads = as_vector(inside), as_vector(like(grad, inside))
+    assert flat is not None
+    assert grads is not None
+    u, rounding = flat.new_empty(2, _PIECE).unbind()
+    sums = []
+    for part, g, out in zip(*(t.split(_PIECE) for t in (vector, grads, flat)), strict=True):
+        count = len(part)
+        sums.append(_piece(part, g, limits, learns, out, u[:count], rounding[:count]))
+    if not learns:
+        return inside, None
+    return inside, _Sums(*(torch.stack(t).sum() for t in zip(*filter(None, sums), strict=True)))
+
+
+def _is_large(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.numel() > _LARGE
+
+
+def _piece(
+    values: Tensor,
     grad: Tensor,
-    clips: tuple[Tensor, Tensor],
-    qparams: tuple[Tensor, Tensor],
-    num_bits: int,
+    limits: tuple[Tensor, Tensor, Tensor],
     learns: bool,
-) -> _Gradients:
+    inside: Tensor,
+    u: Tensor | None,
+    rounding: Tensor | None,
+) -> _Sums | None:
+    """Write the gradient of ``values`` into ``inside`` and return the sums, if wanted.
+
+    Args:
+        values: float32.
+        grad: Gradient of the output, float32, of the same memory format.
+        limits: Lowest and highest real value, scale.
+        learns: Whether the sums are wanted.
+        inside: Memory like ``values``, for the result.
+        u: The same, for use in between; ``None`` takes new memory.
+        rounding: The same.
+    """
+    lowest, highest, scale = limits
+    u = torch.maximum(values, lowest, out=u).clamp_max_(highest)
+    excess = torch.sub(u, values, out=inside)
+    grad_inside(grad, excess, out=excess)
+    if not learns:
+        return None
+    u.div_(scale)
+    rounding = torch.round(u, out=rounding).sub_(u)
+    error = dot(rounding, inside)
+    outside = torch.sub(grad, inside, out=rounding)
+    return _Sums(error, outside.sum(), dot(outside, u))
+
+
+def _plain(x: Tensor, grad: Tensor, settings: _Settings, learns: bool) -> _Gradients:
     """Return the gradients of x, M and m by the formulas as they stand."""
+    clips, qparams, num_bits = settings
     s, o = (t.reshape(()) for t in qparams)
     lowest, highest = _bounds((s, o), num_bits)
     values = x.to(torch.float32)
@@ -176,4 +235,14 @@ def ulq_apply(
         return fake_quantize_values(x, *qparams, num_bits).to(x.dtype), None
     remade = None if is_traced() else Remade()
     y: Tensor = _ULQFunction.apply(x, *clips, *effective, *qparams, num_bits, remade)  # type: ignore[no-untyped-call]
-    return y, None if remade is None else Source(x, *qparams, num_bits, remade)
+    if remade is None:
+        return y, None
+    return y, Source(x, clips, effective, qparams, num_bits, remade)
+
+
+def apply_again(source: Source) -> Tensor:
+    """Return the output of a source again, connected to its graph; for ``create_graph``."""
+    y: Tensor = _ULQFunction.apply(  # type: ignore[no-untyped-call]
+        source.x, *source.clips, *source.effective, *source.qparams, source.num_bits, None
+    )
+    return y

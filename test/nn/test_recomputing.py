@@ -244,3 +244,24 @@ def test_the_output_may_be_changed_in_place(shape: tuple[int, ...], bias: bool) 
     for _ in range(2):
         prepared(torch.randn(shape)).sum().backward()
     assert prepared.first.weight.grad is not None
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Conv2d(4, 6, 3), lambda: nn.Linear(9, 7)])
+def test_a_gradient_penalty_sees_the_same_second_derivatives(make: Any) -> None:
+    layer = quantized(make())
+    x = torch.randn(2, 4, 9, 9)
+    layer(torch.relu(x))
+
+    def penalty(run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        layer.zero_grad(set_to_none=True)
+        leaf = (x * 1.1).requires_grad_()
+        loss = run(torch.relu(leaf)).square().sum()
+        wanted = [leaf, layer.weight, layer.input_fake_quant.clip_max]
+        first = torch.autograd.grad(loss, wanted, create_graph=True)
+        sum(g.square().sum() for g in first).backward()
+        return [leaf.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
+
+    left, right = penalty(layer), penalty(lambda x: ordinary(layer, x))
+    assert len(left) == len(right) >= 5
+    for a, b in zip(left, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item())
