@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from amct_fx.callbacks._missing import stand_in
 from amct_fx.control import QATSchedule
 from amct_fx.distributed import ignore_quantizer_buffers
-from amct_fx.errors import MissingExtraError, ModelStateError, did_you_mean
+from amct_fx.errors import ModelStateError, did_you_mean
 from amct_fx.nn.qat import QATLayer
 from amct_fx.prepare import prepare_qat_amct
 from amct_fx.report.recorder import TrainingRecorder
@@ -14,11 +15,7 @@ from amct_fx.report.recorder import TrainingRecorder
 try:
     from lightning.pytorch import Callback
 except ModuleNotFoundError as missing:
-    _message = (
-        f"the callback needs {missing.name}, which is not installed: "
-        "python -m pip install 'amct-fx[lightning]'"
-    )
-    raise MissingExtraError(_message) from missing
+    Callback = stand_in(missing, "lightning")
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,7 +45,7 @@ class QATCallback(Callback):
         phase: What the current epoch does, such as ``"learn, bn frozen"``.
 
     Raises:
-        MissingExtraError: On import, without Lightning.
+        MissingExtraError: Lightning is not installed.
     """
 
     def __init__(

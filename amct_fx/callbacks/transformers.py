@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from amct_fx.callbacks._missing import stand_in
 from amct_fx.control import QATSchedule, freeze_bn
-from amct_fx.errors import MissingExtraError
 from amct_fx.report.recorder import TrainingRecorder
 
 try:
     from transformers import TrainerCallback
     from transformers.trainer_callback import ExportableState
 except ModuleNotFoundError as missing:
-    _message = (
-        f"the callback needs {missing.name}, which is not installed: "
-        "python -m pip install 'amct-fx[transformers]'"
-    )
-    raise MissingExtraError(_message) from missing
+    TrainerCallback, ExportableState = stand_in(missing, "transformers"), object
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,12 +38,13 @@ class QATCallback(TrainerCallback, ExportableState):
         phase: What the current epoch does, such as ``"learn, bn frozen"``.
 
     Raises:
-        MissingExtraError: On import, without transformers.
+        MissingExtraError: transformers is not installed.
     """
 
     def __init__(
         self, schedule: QATSchedule | None = None, *, record_every: int | None = None
     ) -> None:
+        super().__init__()
         self.schedule = schedule or QATSchedule()
         self.record_every = record_every
         self.recorder: TrainingRecorder | None = None
