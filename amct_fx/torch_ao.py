@@ -20,7 +20,7 @@ from torch.ao.quantization.backend_config import (
 
 from amct_fx.errors import LayerTypeError
 from amct_fx.nn import qat
-from amct_fx.nn.become import float_class_of
+from amct_fx.nn.become import float_class_of, shared_as
 from amct_fx.observers import ARQFakeQuantize
 
 if TYPE_CHECKING:
@@ -119,15 +119,13 @@ class _StockLayer(qat.QATLayer):
         if float_class_of(module) is not cls.float_class:
             message = f"{cls.__name__} stands for {cls.float_class}, not for {type(module)}"
             raise LayerTypeError(message)
-        layer = cls.float_class.__new__(cls)
-        _share(module, layer)
+        layer = shared_as(module, cls)
         layer.attach(module.qconfig)  # type: ignore[arg-type]
         return layer
 
     def to_float(self) -> nn.Module:
         """Return the float layer; torch's ``convert`` adds the weight's scale to it."""
-        layer = self.float_class.__new__(self.float_class)
-        _share(self, layer)
+        layer = shared_as(self, self.float_class)
         del layer._modules["weight_fake_quant"]
         return layer
 
@@ -137,13 +135,6 @@ class _StockLayer(qat.QATLayer):
 
     def source_of(self, input: Tensor, weight: Tensor) -> None:
         """Return ``None``: the quantizer of the input is not known here."""
-
-
-def _share(source: nn.Module, target: nn.Module) -> None:
-    """Give ``target`` the parameters and attributes of ``source``, in tables of its own."""
-    target.__dict__.update(source.__dict__)
-    for table in ("_parameters", "_buffers", "_modules"):
-        target.__dict__[table] = dict(source.__dict__[table])
 
 
 class Conv1d(_StockLayer, qat.Conv1d):

@@ -18,7 +18,7 @@ from torch.ao.quantization import QConfig
 from amct_fx.amct_pytorch._operator_config import OperatorConfig, operator_config
 from amct_fx.errors import ArgumentError, InputDataError, LayerTypeError, ModelError
 from amct_fx.nn import qat
-from amct_fx.nn.become import become, float_class_of
+from amct_fx.nn.become import become, float_class_of, shared_as
 from amct_fx.nn.geometry import weight_geometry
 from amct_fx.nn.matmul import QATMatMul
 from amct_fx.nn.recurrent import unsupported_form
@@ -97,10 +97,7 @@ class _Operator(qat.QATLayer):
             expected, found = cls.float_class.__name__, type(mod).__name__
             message = f"{cls.__name__}.from_float takes a torch.nn.{expected}, not a {found}"
             raise LayerTypeError(message)
-        layer = cls.float_class.__new__(cls)
-        layer.__dict__.update(mod.__dict__)
-        for table in ("_parameters", "_buffers", "_modules"):
-            layer.__dict__[table] = dict(mod.__dict__[table])
+        layer = shared_as(mod, cls)
         layer._configure(config)
         return layer
 

@@ -15,6 +15,7 @@ __all__ = [
     "drop_reparametrization",
     "float_class_of",
     "has_hooks",
+    "shared_as",
 ]
 
 Layer = TypeVar("Layer", bound=nn.Module)
@@ -43,6 +44,30 @@ def become(module: nn.Module, cls: type[Layer]) -> Layer:
         module.__class__ = cls
     assert isinstance(module, cls)
     return module
+
+
+def shared_as(module: nn.Module, cls: type[Layer]) -> Layer:
+    """Return a second module that holds the same parameters, buffers and attributes.
+
+    Args:
+        module: A layer; it is not changed.
+        cls: A class with the same memory layout, such as a subclass of its own.
+
+    Returns:
+        A module of class ``cls`` with tables of its own: what is added to one is not in the other.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> twin = shared_as(layer, nn.Linear)
+        >>> twin.extra = nn.ReLU()
+        >>> twin.weight is layer.weight, hasattr(layer, "extra")
+        (True, False)
+    """
+    twin = cls.__new__(cls)
+    twin.__dict__.update(module.__dict__)
+    for table in ("_parameters", "_buffers", "_modules"):
+        twin.__dict__[table] = dict(module.__dict__[table])
+    return twin
 
 
 def float_class_of(module: nn.Module) -> type[nn.Module]:

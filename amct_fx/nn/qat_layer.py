@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantizeBase
 
-from amct_fx.nn.become import become, drop_reparametrization, float_class_of
+from amct_fx.nn.become import become, drop_reparametrization, float_class_of, shared_as
 from amct_fx.nn.geometry import make_weight_fake_quant
 from amct_fx.nn.integer import BatchNormAffine, integer_weight
 from amct_fx.nn.quantized import quantized_class_of
@@ -78,10 +78,7 @@ class QATLayer(nn.Module):
                 f"QConfig, not {type(module).__name__} and {qconfig!r}"
             )
             raise TypeError(message)
-        layer = cls.float_class.__new__(cls)
-        layer.__dict__.update(module.__dict__)
-        for table in ("_parameters", "_buffers", "_modules"):
-            layer.__dict__[table] = dict(module.__dict__[table])
+        layer = shared_as(module, cls)
         layer.attach(qconfig)
         layer.own_input_fake_quant(qconfig.activation)
         layer.quantizes_input = True
