@@ -59,7 +59,7 @@ def undo_harmful_groups(
     cuts: Sequence[Cut],
     calibrated: Mapping[str, Tensor],
     history: History,
-) -> None:
+) -> bool:
     """Bring groups back to their calibrated state until the model is no worse than calibrated.
 
     Args:
@@ -67,9 +67,12 @@ def undo_harmful_groups(
         cuts: The groups.
         calibrated: What :func:`tensors_of` gave before the first group.
         history: Says the error before; told what was undone.
+
+    Returns:
+        Whether anything was undone.
     """
     limit = history.model_before
-    now = exam.error()
+    now = start = exam.error()
     saved = {id(tensor): calibrated[name] for name, tensor in _named(exam.student)}
     for cut, group in zip(cuts, history.groups, strict=True):
         if limit is None or not now > limit:
@@ -91,6 +94,7 @@ def undo_harmful_groups(
         for group in history.groups:
             group.undo()
     history.model_after = now
+    return now < start
 
 
 def _named(model: nn.Module) -> Iterable[tuple[str, Tensor]]:

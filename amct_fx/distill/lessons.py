@@ -123,6 +123,11 @@ class StudentInputs:
             self._left += new_size
         return [found]
 
+    def forget(self) -> None:
+        """Forget all frontiers, after groups behind them have changed."""
+        self._left += sum(kept[1] for kept in self._frontiers.values() if kept is not None)
+        self._frontiers = {}
+
     def _to_device(self, frontier: Frontier) -> Frontier:
         frontier.values = _moved(frontier.values, self._device)
         return frontier

@@ -34,7 +34,7 @@ from amct_fx.distill.plan import check_same_model, cuts_of_config, record_distil
 from amct_fx.distill.progress import ProgressBar
 from amct_fx.distill.resume import Checkpoint
 from amct_fx.distill.samples import Samples
-from amct_fx.distill.snapshot import ModelSnapshot
+from amct_fx.distill.snapshot import ModelSnapshot, TensorSnapshot
 from amct_fx.distill.sync import check_equal_counts
 
 if TYPE_CHECKING:
@@ -216,6 +216,7 @@ class _Run:
             if state.calibrated is None:
                 state.calibrated = tensors_of(self._student)
                 state.history.model_before = exam.error()
+                resumable.save(state, self._student)
             with ProgressBar(lessons.steps * len(self._cuts), shown) as bar:
                 trainer = GroupTrainer(options, bar, lessons.steps)
                 for number in range(state.done, len(self._cuts)):
@@ -226,13 +227,31 @@ class _Run:
                     )
                     state.done = number + 1
                     resumable.save(state, self._student)
-            if options.keep_best:
-                undo_harmful_groups(exam, self._cuts, state.calibrated, state.history)
-            else:
-                state.history.model_after = exam.error()
+                if options.keep_best:
+                    undone = undo_harmful_groups(exam, self._cuts, state.calibrated, state.history)
+                    if undone:
+                        self._train_last_again(trainer, lessons, exam, state.history)
+                else:
+                    state.history.model_after = exam.error()
         state.history.teacher_passes = self._teacher.passes
         state.history.seconds += time.perf_counter() - started
         return state.history
+
+    def _train_last_again(
+        self, trainer: GroupTrainer, lessons: Lessons, exam: Exam, history: History
+    ) -> None:
+        """Train the last group on what enters it after others were undone."""
+        last = len(self._cuts) - 1
+        block = Block(exam.student, self._cuts[last])
+        before = TensorSnapshot([*block.module.parameters(), *block.module.buffers()])
+        lessons.students.forget()
+        group = trainer.train(block, lessons.measured(last), lessons.epochs(last))
+        error = exam.error()
+        if history.model_after is not None and error < history.model_after:
+            history.model_after = error
+            history.groups[last] = group
+        else:
+            before.restore()
 
     def _lessons(self, samples: Samples, folder: Folder) -> Lessons:
         """Record the teacher, calibrate the student."""
