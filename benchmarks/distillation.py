@@ -68,9 +68,11 @@ def mlp() -> nn.Module:
     )
 
 
-def fit(model: nn.Module, batches: Callable[[], Iterator[Any]], groups: Any, steps: int) -> None:
+def fit(
+    model: nn.Module, batches: Callable[[], Iterator[Any]], groups: Any, steps: int, lr: float
+) -> None:
     """Train in place on labels, with AdamW, and a cosine over ``steps``."""
-    optimizer = torch.optim.AdamW(groups, lr=3e-3)
+    optimizer = torch.optim.AdamW(groups, lr=lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     model.train()
     for inputs, targets in batches():
@@ -91,7 +93,7 @@ def with_labels(make: Callable[[], nn.Module], data: datasets.Dataset, name: str
             for part in torch.randperm(size).split(64):
                 yield data.train_inputs[part], data.train_targets[part]
 
-    fit(model, batches, model.parameters(), epochs * -(-size // 64))
+    fit(model, batches, model.parameters(), epochs * -(-size // 64), 3e-3)
     parts = torch.randperm(size)[: 16 * BATCH].split(BATCH)
     return Task(
         name,
@@ -108,7 +110,7 @@ def photographs() -> Task:
     chosen = train[torch.randperm(len(train))[:64]]
     teacher = efficientnet_lite.pretrained().eval()
     return Task(
-        "EfficientNet-Lite0, photographs", teacher, list(chosen.split(8)), None, test, epochs=2
+        "EfficientNet-Lite0, photographs", teacher, list(chosen.split(8)), None, test, epochs=1
     )
 
 
@@ -158,7 +160,7 @@ def trained(task: Task, cfg: str) -> nn.Module | None:
         for _ in range(task.epochs):
             yield from pairs
 
-    fit(student, batches, groups, task.epochs * len(pairs))
+    fit(student, batches, groups, task.epochs * len(pairs), 3e-4)
     return student
 
 
