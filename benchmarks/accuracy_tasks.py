@@ -186,7 +186,7 @@ def photograph_task() -> Task:
         efficientnet_lite.pretrained,
         data,
         epochs=4,
-        lr=1e-4,
+        lr=1e-5,
         float_epochs=0,
         batch=16,
         freeze_bn=True,
