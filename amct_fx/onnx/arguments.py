@@ -116,8 +116,7 @@ def checked_opset(
         message = f"format {format!r} cannot hold INT16 activations; use 'qdq' or 'ascend'"
         raise ArgumentError(message)
     if opset is None:
-        wanted = max(rules.default, lowest)
-        return 18 if exporter == "dynamo" and wanted < 18 <= rules.highest else wanted
+        return max(rules.default, lowest)
     if not lowest <= opset <= rules.highest:
         why = ", because of its INT16 activations" if int16 and opset >= rules.lowest else ""
         message = (

@@ -17,7 +17,7 @@ from amct_fx.onnx.layers import LayerCall, find_layers, name_activations
 from amct_fx.onnx.pairs import pair_weights
 from amct_fx.onnx.qdq import name_layers, use_unsigned_activations
 from amct_fx.onnx.recurrent import keep_recurrent_layers_whole
-from amct_fx.onnx.source import Request, export_model, exporters_for
+from amct_fx.onnx.source import Request, export_model, opsets_for
 
 if TYPE_CHECKING:
     import onnx
@@ -31,10 +31,14 @@ __all__ = ["Options", "build"]
 
 @dataclass(frozen=True)
 class Options:
-    """What some formats can vary; see :func:`amct_fx.export_onnx`."""
+    """What some formats can vary; see :func:`amct_fx.export_onnx`.
+
+    ``free_opset`` says that the operator set is only the default, so that a newer one will do.
+    """
 
     signed_activations: bool = False
     fold_unfused_weights: bool = False
+    free_opset: bool = False
 
 
 def build(
@@ -65,8 +69,7 @@ def build(
         exporter = "dynamo"
     request = Request(
         args=inputs.args,
-        opset=opset,
-        exporters=exporters_for(exporter, preferred),
+        opsets=opsets_for(exporter, preferred, opset, least=18 if options.free_opset else opset),
         input_names=inputs.input_names,
         output_names=inputs.output_names,
         dynamic_axes=inputs.dynamic_axes,

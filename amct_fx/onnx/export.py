@@ -136,14 +136,8 @@ def export_onnx(
     from amct_fx.onnx.build import Options, build
     from amct_fx.onnx.files import write_model
 
-    made = build(
-        converted,
-        inputs,
-        format,
-        version,
-        exporter,
-        Options(signed_activations, fold_unfused_weights),
-    )
+    options = Options(signed_activations, fold_unfused_weights, free_opset=opset is None)
+    made = build(converted, inputs, format, version, exporter, options)
     write_model(made, path, suffix=rules.suffix)
 
 

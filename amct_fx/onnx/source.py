@@ -8,12 +8,12 @@ from __future__ import annotations
 import importlib.util
 import io
 import logging
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import onnx
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from amct_fx.errors import ExportError
 
-__all__ = ["Exporter", "Request", "export_model", "exporters_for"]
+__all__ = ["Exporter", "Request", "export_model", "opsets_for"]
 
 Exporter = Literal["auto", "dynamo", "torchscript"]
 
@@ -36,8 +36,7 @@ class Request:
 
     Attributes:
         args: Example inputs.
-        opset: Version of the default operator set.
-        exporters: Which to try, in order.
+        opsets: Exporters to try, in order, each with the version of the default operator set.
         input_names: Names of the inputs, or ``None``.
         output_names: Names of the outputs, or ``None``.
         dynamic_axes: As for ``torch.onnx.export(dynamo=False)``, by input or output name.
@@ -45,8 +44,7 @@ class Request:
     """
 
     args: tuple[Any, ...]
-    opset: int
-    exporters: tuple[Literal["dynamo", "torchscript"], ...]
+    opsets: Mapping[Literal["dynamo", "torchscript"], int]
     input_names: Sequence[str] | None = None
     output_names: Sequence[str] | None = None
     dynamic_axes: Mapping[str, Mapping[int, str]] | None = None
@@ -60,34 +58,39 @@ def export_model(model: nn.Module, request: Request) -> onnx.ModelProto:
         ExportError: No exporter can write the model; holds what each of them said.
     """
     failures: list[tuple[str, Exception]] = []
-    for exporter in request.exporters:
+    for exporter, opset in request.opsets.items():
         run = _export_dynamo if exporter == "dynamo" else _export_torchscript
         try:
-            with _quiet(), torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-                made = run(model, request, Path(folder) / "model.onnx")
+            with (
+                _quiet(),
+                _plain_attention(),
+                torch.no_grad(),
+                TemporaryDirectory() as folder,
+            ):
+                made = run(model, request, opset, Path(folder) / "model.onnx")
         except Exception as error:  # whatever the exporter or the user's forward raises
             logger.info("the %s exporter failed: %s", exporter, error)
             failures.append((exporter, error))
             continue
-        return _checked(made, request)
+        return _checked(made, opset)
     reasons = "; ".join(f"{name}: {_first_line(error)}" for name, error in failures)
     message = f"torch.onnx.export cannot write this model ({reasons})"
     raise ExportError(message) from failures[0][1]
 
 
-def _checked(made: onnx.ModelProto, request: Request) -> onnx.ModelProto:
+def _checked(made: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     """Read the opset back: one exporter stays at a newer one when it cannot convert down."""
     written = next(item.version for item in made.opset_import if not item.domain)
-    if written == request.opset:
+    if written == opset:
         return made
     message = (
-        f"the exporter wrote opset {written} instead of {request.opset}, which it could not "
+        f"the exporter wrote opset {written} instead of {opset}, which it could not "
         f"convert to; ask for opset {written}, or for exporter='torchscript'"
     )
     raise ExportError(message)
 
 
-def _export_dynamo(model: nn.Module, request: Request, path: Path) -> onnx.ModelProto:
+def _export_dynamo(model: nn.Module, request: Request, opset: int, path: Path) -> onnx.ModelProto:
     shapes = request.dynamic_shapes
     if shapes is None and request.dynamic_axes:
         shapes = _shapes_of_axes(request)
@@ -95,7 +98,7 @@ def _export_dynamo(model: nn.Module, request: Request, path: Path) -> onnx.Model
         model,
         _with_two(request),
         dynamo=True,
-        opset_version=request.opset,
+        opset_version=opset,
         input_names=request.input_names,
         output_names=request.output_names,
         dynamic_shapes=shapes,
@@ -152,13 +155,15 @@ def _with_two(request: Request) -> tuple[Any, ...]:
     return grown
 
 
-def _export_torchscript(model: nn.Module, request: Request, path: Path) -> onnx.ModelProto:
+def _export_torchscript(
+    model: nn.Module, request: Request, opset: int, path: Path
+) -> onnx.ModelProto:
     torch.onnx.export(
         model,
         request.args,
         str(path),
         dynamo=False,
-        opset_version=request.opset,
+        opset_version=opset,
         input_names=request.input_names,
         output_names=request.output_names,
         dynamic_axes=request.dynamic_axes,
@@ -167,18 +172,30 @@ def _export_torchscript(model: nn.Module, request: Request, path: Path) -> onnx.
     return onnx.load(path)
 
 
-def exporters_for(exporter: Exporter, preferred: str) -> tuple[Any, ...]:
-    """Return the exporters to try.
+def opsets_for(
+    exporter: Exporter, preferred: str, opset: int, *, least: int
+) -> dict[Literal["dynamo", "torchscript"], int]:
+    """Return the exporters to try, with the operator set for each.
 
     Args:
         exporter: What the caller asked for.
         preferred: Tried first for ``"auto"``. Without onnxscript only ``"torchscript"`` can run.
+        opset: The operator set.
+        least: The oldest that may be used in place of an older default; the newer exporter writes
+            18 at least.
+
+    Example:
+        >>> opsets_for("torchscript", "dynamo", 18, least=18)
+        {'torchscript': 18}
     """
-    if exporter != "auto":
-        return (exporter,)
-    if importlib.util.find_spec("onnxscript") is None:
-        return ("torchscript",)
-    return ("dynamo", "torchscript") if preferred == "dynamo" else ("torchscript", "dynamo")
+    newer = max(opset, least)
+    if exporter == "dynamo":
+        return {"dynamo": newer}
+    if exporter == "torchscript" or importlib.util.find_spec("onnxscript") is None:
+        return {"torchscript": opset}
+    if preferred == "dynamo":
+        return {"dynamo": newer, "torchscript": opset}
+    return {"torchscript": opset, "dynamo": newer}
 
 
 def _first_line(error: Exception) -> str:
@@ -188,16 +205,30 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
+def _plain_attention() -> Iterator[None]:
+    """Keep ``nn.MultiheadAttention`` from its fused kernel, which no exporter can write."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+@contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the exporters' notes, and the graphs they print, to themselves; errors come through."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [log.level for log in loggers]
     for log in loggers:
         log.setLevel(logging.ERROR)
+    graphs_printed = torch._C._jit_is_onnx_log_enabled()
+    torch._C._jit_set_onnx_log_enabled(False)
     try:
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
+        torch._C._jit_set_onnx_log_enabled(graphs_printed)
         for log, level in zip(loggers, levels, strict=True):
             log.setLevel(level)

@@ -57,6 +57,7 @@ class FileCall:
         codes: Name of the tensor of its codes.
         shift: What the codes of the file are above those of the model.
         result: Name of the float tensor that the layer makes.
+        state: Names of the initial states of an LSTM or GRU that runs as one operator.
     """
 
     name: str
@@ -68,6 +69,7 @@ class FileCall:
     codes: str
     shift: int
     result: str
+    state: tuple[str, ...] = ()
 
     @property
     def quantizer(self) -> Quantize:
@@ -85,12 +87,15 @@ class FileCall:
         """Axis of the output channels in the result."""
         return -1 if isinstance(self.layer, (nn.Linear, nn.RNNBase)) else 1
 
-    def own_result(self, source: Tensor) -> Tensor:
-        """Return what the model's layer makes of a float tensor."""
+    def own_result(self, source: Tensor, state: tuple[Tensor, ...] = ()) -> Tensor:
+        """Return what the model's layer makes of a float tensor, and an initial state."""
         layer: Any = self.layer
         source = source.to(layer.dtype)
         if self.whole is not None:
-            output: Tensor = self.whole(source)[0]
+            if source.dim() == 2:
+                state = tuple(part.squeeze(1) for part in state)
+            given = (state if len(state) == 2 else state[0]) if state else None
+            output: Tensor = self.whole(source, given)[0]
             return output
         if self.part:
             values = layer.quantized_input(source, False)
@@ -122,6 +127,10 @@ class FileRun:
     def source(self, call: FileCall) -> Tensor:
         """Return the float tensor in front of the quantizer of a layer."""
         return self._tensors[call.source]
+
+    def state(self, call: FileCall) -> tuple[Tensor, ...]:
+        """Return the initial states that an LSTM or GRU reads."""
+        return tuple(self._tensors[name] for name in call.state)
 
     def result(self, call: FileCall) -> Tensor:
         """Return what a layer makes."""
@@ -243,6 +252,7 @@ def _call(graph: Graph, node: NodeProto, layers: Mapping[str, QuantizedLayer]) -
         codes=codes,
         shift=shift,
         result=_result(graph, node),
+        state=tuple(n for n in node.input[5:7] if n) if node.op_type in ("LSTM", "GRU") else (),
     )
 
 
@@ -293,10 +303,14 @@ def _run(path: str, graph: Graph, calls: list[FileCall], args: tuple[Any, ...]) 
 
     outputs = graph.outputs
     wanted = list(
-        dict.fromkeys(n for c in calls for n in (c.source, c.codes, c.result) if n not in outputs)
+        dict.fromkeys(
+            name
+            for call in calls
+            for name in (call.source, call.codes, call.result, *call.state)
+            if name not in (*outputs, *graph.inputs, *graph.initializers)
+        )
     )
-    inputs = [name for name in wanted if name in graph.inputs]
-    wanted = [name for name in wanted if name not in inputs]
+    constants = {name: graph.array(name) for call in calls for name in call.state}
     model = graph.save()
     model.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in wanted)
     options = onnxruntime.SessionOptions()
@@ -325,4 +339,5 @@ def _run(path: str, graph: Graph, calls: list[FileCall], args: tuple[Any, ...]) 
             raise InputDataError(message) from error
     found = dict(zip([*outputs, *wanted], map(torch.from_numpy, made), strict=True))
     found.update(zip(names, tensors, strict=True))
+    found.update((n, torch.from_numpy(a.copy())) for n, a in constants.items() if a is not None)
     return FileRun(calls, [found[name] for name in outputs], found)

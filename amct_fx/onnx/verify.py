@@ -184,7 +184,7 @@ def _compare(call: FileCall, file: FileRun, ours: ModelCall | None) -> VerifiedL
     sqnr = math.nan if ours is None or call.part else _sqnr(result, ours.outputs[0])
     source = file.source(call)
     own_equal, own_largest = _agreement(codes, call.quantizer(source))
-    expected = call.own_result(source)
+    expected = call.own_result(source, file.state(call))
     own_sqnr = _worst_channel(result, expected, call.channel_axis)
     found = VerifiedLayer(
         call.name, equal, largest, sqnr, own_equal, own_largest, own_sqnr, problem=None

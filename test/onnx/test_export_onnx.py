@@ -27,7 +27,7 @@ from amct_fx import (
 )
 from amct_fx.onnx.files import write_model
 
-from ..networks import Net, NetWithIsland, example
+from ..networks import Attend, Net, NetWithIsland, example
 from ..versions import skip_dynamo_exporter_of_2_6
 from .cases import INT16, rand
 
@@ -323,3 +323,24 @@ def test_a_failed_exporter_prints_nothing(prepared, tmp_path, capsys):
     with pytest.raises(ExportError):
         export_onnx(prepared, rand(2, 5, 8, 8), tmp_path / "m.onnx", exporter="torchscript")
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("format", ["ascend", "fake_quant", "qdq"])
+def test_attention_is_written_without_its_fused_kernel(format, tmp_path):
+    x = rand(2, 6, 16)
+    model = prepare_qat_amct(Attend().eval())
+    model(x)
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    export_onnx(model, x, tmp_path / "m.onnx", format=format)
+    assert torch.backends.mha.get_fastpath_enabled() == enabled
+    assert verify_onnx(tmp_path / "m.onnx", model, x).passed
+
+
+def test_a_default_opset_gives_way_to_the_exporter(prepared, tmp_path):
+    export_onnx(prepared, example(), tmp_path / "m.onnx", format="ascend", exporter="dynamo")
+    assert onnx.load(tmp_path / "m.onnx").opset_import[0].version == 18
+    with pytest.raises(ExportError, match="wrote opset 18 instead of 16"):
+        export_onnx(
+            prepared, example(), tmp_path / "n.onnx", format="ascend", exporter="dynamo", opset=16
+        )
+    assert not (tmp_path / "n.onnx").exists()

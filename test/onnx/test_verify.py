@@ -202,3 +202,23 @@ def test_half_precision_models_are_verified(format, path):
     export_onnx(model, x, path, format=format, exporter="torchscript")
     result = verify_onnx(path, model, x)
     assert result.passed, str(result)
+
+
+@pytest.mark.parametrize("format", ["ascend", "fake_quant"])
+def test_an_initial_state_that_is_given_is_compared_too(format, path):
+    class Stateful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.gru = nn.LSTM(4, 6, batch_first=True), nn.GRU(6, 4)
+
+        def forward(self, x, state, h):
+            y, _ = self.lstm(x, state)
+            return self.gru(y, h)
+
+    args = (rand(3, 5, 4), (rand(1, 3, 6, seed=1), rand(1, 3, 6, seed=2)), rand(1, 5, 4, seed=3))
+    prepared = prepare_qat_amct(Stateful().eval())
+    prepared(*args)
+    export_onnx(prepared, args, path, format=format)
+    result = verify_onnx(path, prepared, args)
+    assert result.passed, str(result)
+    assert min(row.own_sqnr for row in result.rows) > 60
