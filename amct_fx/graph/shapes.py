@@ -7,9 +7,11 @@ island that decides by values), it runs once on the real example. Source: spec/p
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -18,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from amct_fx.errors import InputDataError
+from amct_fx.graph.facts import layer_calls
 from amct_fx.graph.signature import as_call
 
 if TYPE_CHECKING:
@@ -35,16 +38,23 @@ class TensorFact:
     shape: Shape
 
 
-ShapeFacts: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""By name of the region, then of the node: a :class:`TensorFact`, a number, or tuples of them.
+@dataclass(frozen=True)
+class ShapeFacts:
+    """What one example shows of the traced parts.
 
-Regions and nodes that the example did not reach are absent.
-"""
+    Attributes:
+        values: By name of the region, then of the node: a :class:`TensorFact`, a number, or tuples
+            of them. Regions and nodes that the example did not reach are absent.
+        called_elsewhere: Names of modules that code outside the graphs calls, too.
+    """
+
+    values: Mapping[str, Mapping[str, Any]]
+    called_elsewhere: frozenset[str] = frozenset()
 
 
 def propagate_shapes(
     model: nn.Module, regions: Iterable[Region], example_inputs: Any
-) -> dict[str, dict[str, Any]]:
+) -> ShapeFacts:
     """Return the shape of every value of the traced parts, for one example.
 
     Args:
@@ -59,7 +69,7 @@ def propagate_shapes(
         >>> from amct_fx.graph import capture
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
         >>> found = capture(model, lambda module: isinstance(module, nn.Conv2d))
-        >>> propagate_shapes(model, found.regions, torch.ones(2, 3, 8, 8))[""]["_0"]
+        >>> propagate_shapes(model, found.regions, torch.ones(2, 3, 8, 8)).values[""]["_0"]
         TensorFact(shape=(2, 8, 6, 6))
     """
     listed, call = list(regions), as_call(example_inputs)
@@ -76,28 +86,67 @@ def propagate_shapes(
         raise InputDataError(message) from error
 
 
-def _run(model: nn.Module, regions: list[Region], call: Any) -> dict[str, dict[str, Any]]:
+def _run(model: nn.Module, regions: list[Region], call: Any) -> ShapeFacts:
+    whole = len(regions) == 1 and regions[0].module is model
+    arguments: dict[str, Any] = {regions[0].name: call} if whole else {}
+    values: dict[str, dict[str, Any]] = {}
     with _evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        calls = _region_inputs(model, regions, call)
-        return {
-            region.name: _Recorder(region).record(*calls[region.name])
-            for region in regions
-            if region.name in calls
-        }
+        with _counting(model) as counts:
+            if whole:
+                values[regions[0].name] = _Recorder(regions[0]).record(*call)
+            else:
+                arguments = _region_inputs(model, regions, call)
+        seen = counts.copy()
+        for region in regions:
+            if region.name in arguments and region.name not in values:
+                values[region.name] = _Recorder(region).record(*arguments[region.name])
+    runs = Counter({region.name: 1 if whole else seen[region.module] for region in regions})
+    return ShapeFacts(values, _called_elsewhere(model, regions, runs, seen))
+
+
+def _called_elsewhere(
+    model: nn.Module, regions: list[Region], runs: Counter[str], seen: Counter[nn.Module]
+) -> frozenset[str]:
+    """Return the modules that ran more often than the graphs call them."""
+    expected: Counter[nn.Module] = Counter()
+    for region in regions:
+        for module, nodes in layer_calls(region.graph, region.module).items():
+            expected[module] += len(nodes) * runs[region.name]
+    names = {module: name for name, module in model.named_modules()}
+    return frozenset(
+        names[module] for module in expected if seen[module] > expected[module] and module in names
+    )
+
+
+@contextmanager
+def _counting(model: nn.Module) -> Iterator[Counter[nn.Module]]:
+    """Count the calls of every module."""
+    counts: Counter[nn.Module] = Counter()
+
+    def observe(module: nn.Module, args: Any) -> None:
+        counts[module] += 1
+
+    hooks = [
+        module.register_forward_pre_hook(observe)
+        for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+    ]
+    try:
+        yield counts
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _region_inputs(model: nn.Module, regions: list[Region], call: Any) -> dict[str, Any]:
     """Return the arguments that each region gets in its first call."""
-    if len(regions) == 1 and regions[0].module is model:
-        return {regions[0].name: call}
     calls: dict[str, Any] = {}
+
+    def observe(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        calls.setdefault(name, (args, kwargs))
+
     hooks = [
-        region.module.register_forward_pre_hook(
-            lambda _, args, kwargs, name=region.name: (
-                calls.setdefault(name, (args, kwargs)) and None
-            ),
-            with_kwargs=True,
-        )
+        region.module.register_forward_pre_hook(partial(observe, region.name), with_kwargs=True)
         for region in regions
     ]
     try:

@@ -43,16 +43,18 @@ class Agreement:
         return max(self.outputs, self.gradients)
 
 
-def masked_copy(model: nn.Module, plan: PrunePlan) -> nn.Module:
+def masked_copy(model: nn.Module, plan: PrunePlan, *, rows: bool = False) -> nn.Module:
     """Return a copy whose weights are zero where the plan's column masks are.
 
     Args:
         model: The full model.
         plan: A plan for it.
+        rows: Apply the row masks, too.
     """
     masked = copy_model(model)
+    masks = [*plan.column_masks().items(), *(plan.row_masks().items() if rows else ())]
     with torch.no_grad():
-        for name, mask in plan.column_masks().items():
+        for name, mask in masks:
             parameter = masked.get_parameter(name)
             parameter.mul_(mask.to(parameter.device))
     return masked
@@ -65,6 +67,7 @@ def column_mask_oracle(
     *,
     train: bool = False,
     double: bool = False,
+    rows: bool = False,
 ) -> Agreement:
     """Compare the full model with masked columns and the model without the channels.
 
@@ -77,6 +80,7 @@ def column_mask_oracle(
         example_inputs: A tensor, a tuple of arguments, or a dict of them by name.
         train: Compare in train mode.
         double: Compute in float64, where rounding hides nothing.
+        rows: Mask the rows of the producers, too.
 
     Example:
         >>> from amct_fx import prune_plan
@@ -87,7 +91,7 @@ def column_mask_oracle(
         >>> column_mask_oracle(model, prune_plan(model, cfg, x), x, train=True).worst < 1e-5
         True
     """
-    full, small = masked_copy(model, plan), copy_model(model)
+    full, small = masked_copy(model, plan, rows=rows), copy_model(model)
     kept = remove_channels(small, plan)
     inputs = as_call(example_inputs)
     if double:

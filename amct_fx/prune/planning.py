@@ -6,6 +6,7 @@ Source: spec/pruning.md sections 3, 4 and 7.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from amct_fx.checks import check_float_model
@@ -41,6 +42,7 @@ def plan_channels(
     settings: Mapping[str, PruneConfig],
     example_inputs: Any = None,
     options: PruneOptions | None = None,
+    reasons: Mapping[str, str] | None = None,
 ) -> PrunePlan:
     """Analyse a traced model and choose the channels to cut.
 
@@ -51,6 +53,7 @@ def plan_channels(
         example_inputs: A tensor, a tuple of arguments, or a dict of them by name. Without it
             usual shapes are tried.
         options: The mode and its details.
+        reasons: Why settings do not reach other layers, by name, for the report.
 
     Returns:
         The plan.
@@ -66,7 +69,13 @@ def plan_channels(
         facts = propagate_shapes(model, regions, example_inputs)
     walk = analyze(model, regions, settings, options, facts)
     groups, state = settle_groups(walk)
-    return build_plan(walk, groups, state, example_specs(example_inputs))
+    plan = build_plan(walk, groups, state, example_specs(example_inputs))
+    unreached = tuple(
+        PinnedLayer(name, "", "not_enabled", text)
+        for name, text in (reasons or {}).items()
+        if name not in _losing(plan.groups)
+    )
+    return replace(plan, pinned=plan.pinned + unreached)
 
 
 def build_plan(
@@ -160,14 +169,19 @@ def _consumers(members: Sequence[Member]) -> tuple[str, ...]:
 
 def _pinned(walk: Walk, groups: Sequence[PruneGroup]) -> tuple[PinnedLayer, ...]:
     """Return every enabled layer without a unit, with the reason."""
-    roles = ("row", "attached")
-    loses = {member.layer for group in groups for member in group.members if member.role in roles}
-    loses |= {name for group in groups for name in group.producers}
+    loses = _losing(groups)
     return tuple(
         _why_pinned(walk, name)
         for name, setting in walk.settings.items()
         if isinstance(setting, FilterPruneConfig) and name not in loses
     )
+
+
+def _losing(groups: Sequence[PruneGroup]) -> set[str]:
+    """Return the layers whose output channels may go."""
+    roles = ("row", "attached")
+    loses = {member.layer for group in groups for member in group.members if member.role in roles}
+    return loses | {name for group in groups for name in group.producers}
 
 
 def _why_pinned(walk: Walk, name: str) -> PinnedLayer:
@@ -229,5 +243,8 @@ def prune_plan(
         message = "the configuration does not prune: it has no prune_config"
         raise Source(config.file).error(message)
     with discovered(model, PrepareOptions(), example_inputs, prune_mode=chosen.mode) as found:
-        settings = resolve(config, found.facts).prune_settings
-        return plan_channels(model, found.captured.regions, settings, example_inputs, chosen)
+        resolution = resolve(config, found.facts)
+        layers = resolution.layers.items()
+        reasons = {name: spec.prune_reason for name, spec in layers if spec.prune_reason}
+        regions, settings = found.captured.regions, resolution.prune_settings
+        return plan_channels(model, regions, settings, example_inputs, chosen, reasons)

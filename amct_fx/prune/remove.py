@@ -68,7 +68,7 @@ def remove_channels(
         >>> model[0].out_channels, model[2].in_channels, sorted(kept)
         (4, 4, ['0.bias', '0.weight', '2.weight'])
     """
-    parts = list(traced) if traced is not None else _regions(model)
+    parts = list(traced) if traced is not None else _regions(model, plan)
     walk = _analysis(model, plan, parts)
     state = _replayed(walk, _groups_as_planned(walk, plan))
     kept = _changed_selections(walk, state)
@@ -79,12 +79,13 @@ def remove_channels(
     for region in parts:
         if kept:
             region.guard = replace(region.guard, exclusive=True)
-        if install and (isinstance(region.module, GraphForward) or region.graph in changed):
+        own = isinstance(region.module, GraphForward) or region.graph in changed
+        if install and (own or (kept and region.guard.form is not None)):
             install_graph(region.module, region.graph, region.guard)
     return kept
 
 
-def _regions(model: nn.Module) -> list[Region]:
+def _regions(model: nn.Module, plan: PrunePlan) -> list[Region]:
     found = [
         Region(name, module, fx_graph_of(module), guard_of(module))
         for name, module in regions(model)
@@ -94,7 +95,13 @@ def _regions(model: nn.Module) -> list[Region]:
     from amct_fx.backend_config import is_layer
     from amct_fx.graph.capture import capture
 
-    return capture(model, is_layer).regions
+    example = inputs_of(plan.inputs) if plan.inputs else None
+    return capture(model, is_layer, example_inputs=_on_device(model, example)).regions
+
+
+def _on_device(model: nn.Module, example: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
+    device = next((parameter.device for parameter in model.parameters()), None)
+    return None if example is None else tuple(item.to(device) for item in example)
 
 
 def _analysis(model: nn.Module, plan: PrunePlan, parts: Sequence[Region]) -> Walk:
@@ -103,8 +110,7 @@ def _analysis(model: nn.Module, plan: PrunePlan, parts: Sequence[Region]) -> Wal
         if not plan.inputs:
             message = "the plan holds no shapes of inputs; make it anew with example_inputs"
             raise PruneError(message)
-        device = next((parameter.device for parameter in model.parameters()), None)
-        example = tuple(item.to(device) for item in inputs_of(plan.inputs))
+        example = _on_device(model, inputs_of(plan.inputs))
         facts = propagate_shapes(model, parts, example)
     return analyze(model, parts, plan.settings, plan.options, facts)
 

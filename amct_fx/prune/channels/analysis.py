@@ -49,7 +49,7 @@ def analyze(
     """
     walk = Walk(model, regions, settings, options, facts)
     for region in regions:
-        if region.name not in facts:
+        if region.name not in facts.values:
             continue  # the example did not reach it: its layers are pinned as such
         for node in region.graph.nodes:
             visit(walk, node)

@@ -56,6 +56,16 @@ def elementwise(walk: Walk, node: fx.Node) -> None:
     walk.spaces[node] = out
     walk.steps.append(Joined(node, tuple(joined), out))
     _note_singular(walk, node, out)
+    if not out.zero and _in_place(walk, node):
+        walk.taint(node)
+
+
+def _in_place(walk: Walk, node: fx.Node) -> bool:
+    """Say whether an operation may write its result over its input."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    written = name.endswith("_") or (node.op == "call_function" and name.startswith("i"))
+    options = (getattr(walk.module(node), "inplace", False), node.kwargs.get("inplace"))
+    return written or any(option is True for option in options) or True in node.args
 
 
 def first_only(walk: Walk, node: fx.Node) -> None:

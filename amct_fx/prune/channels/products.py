@@ -141,7 +141,7 @@ def _contract(
     if rows[0].shape != rows[1].shape:
         walk.pin_inputs(node, "width_mismatch", "its operands have unequal channels")
         return False
-    if not (a.zero and b.zero):
+    if not (walk.keeps_zeros(a, node) and walk.keeps_zeros(b, node)):
         walk.pin_inputs(node, "unknown_op", "a masked channel would not be 0 in this product")
         return False
     pin = Pin("coupled_to_skipped", node.name, "it joins them with channels that stay")

@@ -54,7 +54,9 @@ METHODS: dict[str, Handler] = {
 def visit(walk: Walk, node: fx.Node) -> None:
     """Let the rule for a node decide about the channels of its inputs."""
     if node.op == "output":
-        walk.pin(node, node.all_input_nodes, "graph_output", "it is an output of the model")
+        name = walk.region(node).name
+        what = f"the traced part {name!r}" if name else "the model"
+        walk.pin(node, node.all_input_nodes, "graph_output", f"it is an output of {what}")
         return
     if node.op in ("placeholder", "get_attr"):
         return

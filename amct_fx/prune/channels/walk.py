@@ -131,6 +131,7 @@ class Walk:
                     self.owners.setdefault(id(tensor), set()).add(name)
         self._bound: dict[int, set[str]] = {}
         self._fixed_tensors: dict[int, Pin] = {}
+        self._tainted: set[fx.Graph] = set()
         self.roots = {region.module for region in self.regions}
         self._region_of = {region.graph: region for region in self.regions}
 
@@ -144,7 +145,7 @@ class Walk:
         """Return what is known of a node, or the constant itself."""
         if not isinstance(value, fx.Node):
             return value
-        known = self.facts.get(self.region(value).name, {})
+        known = self.facts.values.get(self.region(value).name, {})
         if value.name in known:
             return known[value.name]
         # a quantizer that prepare inserted has the shape of what it reads
@@ -172,6 +173,14 @@ class Walk:
         """Return the channels of a tensor."""
         value = self.spaces.get(node)
         return value if isinstance(value, Space) else None
+
+    def taint(self, node: fx.Node) -> None:
+        """Note that an operation in place made other values of zeros, also in views."""
+        self._tainted.add(node.graph)
+
+    def keeps_zeros(self, space: Space, node: fx.Node) -> bool:
+        """Say whether masked channels are 0 in the tensor that ``node`` reads."""
+        return space.zero and node.graph not in self._tainted
 
     def spaces_of(self, value: Any) -> Iterator[Space]:
         """Yield every space in the value of a node."""
@@ -273,13 +282,20 @@ class Walk:
         for site in self.sites.values():
             name = site.key[0]
             tensor = self._tensor(name)
-            reason = self._fixed_tensors.get(id(tensor))
+            reason = self._called_elsewhere(id(tensor))
             strangers = self.owners[id(tensor)] - self._bound[id(tensor)]
             if reason is None and strangers:
                 text = f"{name} is also a parameter of {sorted(strangers)[0]!r}"
                 reason = Pin("tied_parameter", name, text)
+            reason = reason or self._fixed_tensors.get(id(tensor))
             if reason is not None:
                 self.atoms.pin(site.atoms, reason)
+
+    def _called_elsewhere(self, identity: int) -> Pin | None:
+        """Return why a parameter must stay whose module Python code calls, too."""
+        for name in sorted(self.owners[identity] & self.facts.called_elsewhere):
+            return Pin("shared_module", name, f"{name} is also called by code that is not traced")
+        return None
 
     def _tensor(self, name: str) -> Tensor:
         path, _, key = name.rpartition(".")
