@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
+from dataclasses import dataclass
 
 import onnxruntime
 import pytest
@@ -72,6 +74,7 @@ class Encoder(nn.Module):
         return y if labels is None else (F.cross_entropy(y, labels), y)
 
 
+IMAGES = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 MASK = torch.tensor([0.0, 0.0, -1e9, 0.0, 0.0])
 BRANCHES = pytest.mark.parametrize("branch", [False, True])
 
@@ -238,3 +241,40 @@ def test_only_what_every_form_does_decides_for_the_layers(plain):
     assert isinstance(converted.body[1], nn.Identity)
     assert (converted(x, plain) - expected).abs().max() <= 0.03 * expected.abs().max()
     assert len(list(regions(prepared))) == 1
+
+
+@dataclass
+class Named(OrderedDict[str, Tensor]):
+    """A dict that is a dataclass, as the outputs of transformers are."""
+
+    scores: Tensor
+    hidden: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self["scores"] = self.scores
+
+
+class Special(dict[str, Tensor]):
+    """A dict of the user's own."""
+
+
+@pytest.mark.parametrize(
+    "make", [dict, OrderedDict, Special, lambda pairs: Named(**dict(pairs))], ids=str
+)
+@pytest.mark.parametrize("given", [None, IMAGES], ids=["traced", "with example_inputs"])
+def test_dicts_of_any_class_come_back_as_they_were(make, given):
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return make([("scores", self.conv(x))])
+
+    prepared = prepare_qat_amct(Returns(), example_inputs=given)
+    output = prepared(IMAGES)
+    for made in (output, convert_amct(prepared)(IMAGES)):
+        assert type(made) is type(make([("scores", IMAGES)]))
+        assert list(made) == ["scores"]
+    output["scores"].sum().backward()
+    assert prepared.conv.weight.grad is not None

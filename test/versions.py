@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import fx
 
-__all__ = ["BEFORE_2_7", "skip_dynamo_exporter_of_2_6"]
+__all__ = ["BEFORE_2_7", "fx_cats_results", "skip_dynamo_exporter_of_2_6"]
 
 BEFORE_2_7 = torch.__version__ < "2.7"
+
+
+def fx_cats_results() -> bool:
+    """Say whether fx traces ``torch.cat`` of what one call returned; PyTorch 2.7 does not."""
+    try:
+        fx.symbolic_trace(lambda x: torch.cat(x.chunk(2, 1), 1))
+    except TypeError:
+        return False
+    return True
 
 
 def skip_dynamo_exporter_of_2_6(needed: bool = True) -> None:

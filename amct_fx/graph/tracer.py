@@ -6,14 +6,16 @@ import inspect
 import itertools
 import sys
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
+from torch.fx.immutable_collections import immutable_dict
 from torch.fx.proxy import TraceError
 
 from amct_fx.graph.guards import (
@@ -196,6 +198,20 @@ class IslandTracer(fx.Tracer):
             raise TraceError(message)
         refuse_special_calls(sys._getframe(1))
         return super().create_node(*args, **kwargs)
+
+    def create_arg(self, a: Any) -> Any:
+        """Keep the class of a dict, which fx would make a plain one."""
+        kind = type(a)
+        if not issubclass(kind, dict) or kind in (dict, immutable_dict):
+            return super().create_arg(a)
+        if is_dataclass(a):
+            values = {item.name: self.create_arg(getattr(a, item.name)) for item in fields(a)}
+            return self.create_node("call_function", kind, (), values)
+        if kind is OrderedDict:
+            pairs = [(key, self.create_arg(value)) for key, value in a.items()]
+            return self.create_node("call_function", kind, (pairs,), {})
+        message = f"its forward makes a {kind.__name__}, which a graph would turn into a dict"
+        raise TraceError(message)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
         """Read an attribute of a module; remember fx's cache, which may hold erased nodes."""

@@ -273,7 +273,7 @@ def test_a_masked_quantized_model_compiles_and_exports():
     model(images())
     compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
     assert_close(compiled(images()), model(images()), 1e-3)
-    program = torch.export.export(model.eval(), (images(),))
+    program = torch.export.export(model.eval(), (images(),), strict=False)
     assert_close(program.module()(images()), model(images()), 1e-4)
 
 

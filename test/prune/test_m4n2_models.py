@@ -206,7 +206,7 @@ def test_a_calibrated_model_compiles_as_one_graph_and_exports():
     for _ in range(2):
         assert torch.allclose(compiled(images()), twin(images()), atol=1e-5)
     assert model.conv1.parametrizations.weight[0].counter.item() == 3
-    program = torch.export.export(model.eval(), (images(),))
+    program = torch.export.export(model.eval(), (images(),), strict=False)
     assert torch.allclose(program.module()(images()), model(images()), atol=1e-5)
 
 
