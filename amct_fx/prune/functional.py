@@ -63,10 +63,11 @@ def m4n2_mask(weight: Tensor, *, axis: int = 1) -> Tensor:
     length = weight.shape[axis]
     if length <= 2:
         return torch.ones_like(weight, dtype=torch.bool)
-    size = weight.detach().abs().nan_to_num(nan=torch.inf, posinf=torch.inf).movedim(axis, 0)
+    size = _magnitudes(weight.detach())
     if length % 4:
-        size = torch.cat([size, size.new_full((-length % 4, *size.shape[1:]), -1.0)])
-    a, b, c, d = size.unflatten(0, (-1, 4)).unbind(1)
+        shape = [*size.shape[:axis], -length % 4, *size.shape[axis + 1 :]]
+        size = torch.cat([size, size.new_full(shape, -1)], dim=axis)
+    a, b, c, d = size.unflatten(axis, (-1, 4)).unbind(axis + 1)
     # x_y: y beats x, for x before y. Of equals the later one stays.
     a_b, a_c, a_d, b_c, b_d, c_d = b >= a, c >= a, d >= a, c >= b, d >= b, d >= c
     cut = (
@@ -75,8 +76,8 @@ def m4n2_mask(weight: Tensor, *, axis: int = 1) -> Tensor:
         _two_of_three(~a_c, ~b_c, c_d),
         _two_of_three(~a_d, ~b_d, ~c_d),
     )
-    kept = torch.stack(cut, dim=1).logical_not_().flatten(0, 1)[:length]
-    return kept.movedim(0, axis).contiguous()
+    kept = torch.stack(cut, dim=axis + 1).logical_not_().flatten(axis, axis + 1)
+    return kept.narrow(axis, 0, length).contiguous()
 
 
 def balanced_l2_keep(
@@ -257,6 +258,12 @@ def keep_highest(scores: Tensor, keep: int, *, groups: int = 1) -> Tensor:
     order = blocks.argsort(dim=1, stable=True)[:, blocks.shape[1] - keep // groups :]
     start = torch.arange(groups, device=scores.device).unsqueeze(1) * blocks.shape[1]
     return (order + start).flatten().sort().values
+
+
+def _magnitudes(weight: Tensor) -> Tensor:
+    """Return integers that are ordered as the magnitudes, NaN last: the bits without the sign."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
+    return weight.view(bits) & torch.iinfo(bits).max
 
 
 def _two_of_three(x: Tensor, y: Tensor, z: Tensor) -> Tensor:

@@ -179,6 +179,10 @@ class PrunePlan:
     inputs: tuple[tuple[tuple[int, ...], str], ...] = ()
     facts: ShapeFacts | None = field(default=None, repr=False, compare=False)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrunePlan:
+        """Return the plan itself: it never changes, and has many numbers."""
+        return self
+
     # Numbers
 
     @property
