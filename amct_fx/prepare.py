@@ -149,7 +149,7 @@ def prepare_qat_amct(
             settings = resolution.prune_settings
         assert isinstance(cfg, QConfigMapping)
         qconfigs = qconfigs_by_layer(prepared, found.facts, cfg, needed=not settings)
-        check_finite_weights(prepared, {**qconfigs, **settings})
+        check_finite_weights(prepared, qconfigs)
         check_tied_weights(prepared, qconfigs)
         chosen = plan_pruning(
             prepared, found.captured, settings, example_inputs, prune_options, plan

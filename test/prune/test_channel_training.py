@@ -343,3 +343,14 @@ def test_float_checkpoints_load_by_name():
     model = prepare(Chain, FILTER + INT8 + M4N2, images())
     assert model.load_state_dict(other.state_dict(), strict=False).unexpected_keys == []
     assert torch.equal(model.c1.parametrizations.weight.original, other.c1.weight)
+
+
+def test_a_filter_that_is_nan_is_no_error_when_nothing_is_quantized():
+    model = fresh()
+    with torch.no_grad():
+        model.c1.weight[3, 0, 0, 0] = torch.nan
+    with pytest.warns(AmctWarning, match="holds NaN"):
+        prepared = prepare_qat_amct(model, FILTER, images())
+    assert prepared.c1.kept_channels.tolist() == [0] * 8 + [1] * 8
+    with pytest.raises(ValueError, match=r"c1\.weight holds NaN"):
+        prepare_qat_amct(model, FILTER + INT8, images())
