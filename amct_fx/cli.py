@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +25,7 @@ try:
 
     from amct_fx import cli_config, cli_deploy, cli_report
     from amct_fx.cli_deploy import quiet_exporter
-    from amct_fx.cli_tools import example
+    from amct_fx.cli_tools import example, writable_file
 except ModuleNotFoundError as missing:
     # Only the script imports this module, so ending it here is its whole error message.
     _hint = f"amct-fx needs {missing.name}: python -m pip install 'amct-fx[cli]'"
@@ -91,27 +90,12 @@ def _options(
     """Options of every command; ``_print_version`` and ``_Commands`` act on them."""
 
 
-def _writable_file(path: Path | None) -> Path | None:
-    """Refuse a path that could not be written, before hours of work are lost on it."""
-    if path is None:
-        return None
-    try:
-        if path.exists() and not path.is_file():
-            message = f"{path} is not a regular file"
-            raise typer.BadParameter(message)
-        with tempfile.TemporaryFile(dir=path.parent):
-            return path
-    except OSError as error:
-        message = f"cannot write {path}: {error.strerror}"
-        raise typer.BadParameter(message) from error
-
-
 @app.command(epilog=example("amct-fx demo --epochs 5 --json figures.json"))
 def demo(
     json_file: Annotated[
         Path | None,
         typer.Option(
-            "--json", metavar="FILE", callback=_writable_file, help="Write the figures here."
+            "--json", metavar="FILE", callback=writable_file, help="Write the figures here."
         ),
     ] = None,
     seed: Annotated[

@@ -26,6 +26,7 @@ from amct_fx.cli_tools import (
     make_object,
     print_json,
     user_code,
+    writable_file,
 )
 from amct_fx.errors import InputDataError
 from amct_fx.report import Analysis, History, Summary, analyze, save_html, save_png, summarize
@@ -154,7 +155,13 @@ def analyze_command(
 def report(
     source: Source,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="The HTML page to write.")
+        Path,
+        typer.Option(
+            *("--output", "-o"),
+            metavar="FILE",
+            callback=writable_file,
+            help="The HTML page to write.",
+        ),
     ] = Path("report.html"),
     data: OptionalData = None,
     model: FloatFactory = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +38,8 @@ __all__ = [
     "make_model",
     "make_object",
     "print_json",
+    "user_code",
+    "writable_file",
 ]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -179,6 +182,21 @@ def make_inputs(shapes: list[str] | None, device: torch.device | None = None) ->
         made = torch.randn([int(size) for size in sizes], generator=generator)
         found.append(made if device is None else made.to(device))
     return tuple(found)
+
+
+def writable_file(path: Path | None) -> Path | None:
+    """Refuse a path that could not be written, before hours of work are lost on it."""
+    if path is None:
+        return None
+    try:
+        if path.exists() and not path.is_file():
+            message = f"{path} is not a regular file"
+            raise typer.BadParameter(message)
+        with tempfile.TemporaryFile(dir=path.parent):
+            return path
+    except OSError as error:
+        message = f"cannot write {path}: {error.strerror}"
+        raise typer.BadParameter(message) from error
 
 
 @contextmanager

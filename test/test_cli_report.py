@@ -146,6 +146,7 @@ def test_pictures_need_data_and_matplotlib() -> None:
             "test.cli_models:broken_metric failed: KeyError: 'labels are missing'",
         ),
         (("analyze", PREPARED, "--data", DATA, "--device", "gpu"), 2, "cannot use gpu"),
+        (("report", PREPARED, "-o", "no/such/folder.html"), 2, "cannot write"),
         (("report", PREPARED, "--history", "missing.json"), 1, "missing.json"),
         (("report", PREPARED, "--history", "text.pt"), 1, "TrainingRecorder.to_dict()"),
     ],
