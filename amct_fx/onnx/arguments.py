@@ -19,8 +19,10 @@ __all__ = [
     "Axes",
     "Format",
     "FormatRules",
+    "check_options",
     "checked_inputs",
     "checked_opset",
+    "positional",
     "rules_of",
 ]
 
@@ -124,6 +126,24 @@ def checked_opset(
         )
         raise ArgumentError(message)
     return opset
+
+
+def check_options(format: str, **options: bool) -> None:
+    """Refuse options of the QDQ files for onnxruntime in other formats.
+
+    Raises:
+        ArgumentError: Names the option.
+
+    Example:
+        >>> check_options("ascend", signed_activations=True)
+        Traceback (most recent call last):
+        amct_fx.errors.ArgumentError: signed_activations is for formats 'qdq' and 'qdq_full', not \
+'ascend'
+    """
+    for name, given in options.items():
+        if given and format not in ("qdq", "qdq_full"):
+            message = f"{name} is for formats 'qdq' and 'qdq_full', not {format!r}"
+            raise ArgumentError(message)
 
 
 @dataclass(frozen=True)

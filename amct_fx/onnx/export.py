@@ -18,7 +18,7 @@ from amct_fx.errors import ArgumentError, ModelStateError
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import Quantize, QuantizedLayer
 from amct_fx.npu import lowering_of
-from amct_fx.onnx.arguments import Format, checked_inputs, checked_opset, rules_of
+from amct_fx.onnx.arguments import Format, check_options, checked_inputs, checked_opset, rules_of
 from amct_fx.onnx.full import has_trained_outputs, quantize_outputs_on
 from amct_fx.report.preparation import preparation_of
 
@@ -124,6 +124,9 @@ def export_onnx(
         exporter=exporter,
     )
     checked_opset(opset, format, exporter=exporter)
+    check_options(
+        format, signed_activations=signed_activations, fold_unfused_weights=fold_unfused_weights
+    )
     converted = own_converted(model)
     version = checked_opset(opset, format, exporter=exporter, int16=_has_int16(converted))
     if format == "qdq_full" and not has_trained_outputs(converted):

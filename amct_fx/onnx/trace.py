@@ -310,7 +310,7 @@ def _run(path: str, graph: Graph, calls: list[FileCall], args: tuple[Any, ...]) 
             if name not in (*outputs, *graph.inputs, *graph.initializers)
         )
     )
-    constants = {name: graph.array(name) for call in calls for name in call.state}
+    constants = {n: graph.array(n) for call in calls for n in (call.source, *call.state)}
     model = graph.save()
     model.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in wanted)
     options = onnxruntime.SessionOptions()

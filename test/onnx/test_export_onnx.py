@@ -190,6 +190,7 @@ WRONG = [
     ({"input_names": ["x"], "dynamic_axes": {"x": {4: "n"}}}, ArgumentError, "so no axis 4"),
     ({"input_names": ["x"], "dynamic_axes": {"x": {-1: "n"}}}, ArgumentError, "axes from 0"),
     ({"input_names": ["x"], "dynamic_axes": {"x": 0}}, ArgumentError, "axes from 0"),
+    ({"fold_unfused_weights": True, "format": "ascend"}, ArgumentError, "is for formats 'qdq'"),
     ({"dynamic_batch": True, "dynamic_axes": {}}, ArgumentError, "give only one of"),
 ]
 

@@ -222,3 +222,26 @@ def test_an_initial_state_that_is_given_is_compared_too(format, path):
     result = verify_onnx(path, prepared, args)
     assert result.passed, str(result)
     assert min(row.own_sqnr for row in result.rows) > 60
+
+
+@pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
+def test_layers_with_equal_weights_and_constant_inputs_keep_their_names(exporter, path):
+    """Exporters merge equal constants, and an input may be a parameter."""
+
+    class Queries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries = nn.Parameter(rand(1, 3, 8))
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.b.load_state_dict(self.a.state_dict())
+
+        def forward(self, x):
+            return self.a(self.queries) + self.b(x)
+
+    x = rand(2, 3, 8, seed=1)
+    model = converted(Queries(), x)
+    for format in ("qdq", "ascend"):
+        export_onnx(model, x, path, format=format, exporter=exporter, opset=18)
+        result = verify_onnx(path, model, x)
+        assert result.passed
+        assert [row.name for row in result.rows] == ["a", "b"]
