@@ -170,7 +170,7 @@ def _equal(a: Any, b: Any) -> bool:
 def _equal_leaf(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-        return both and torch.allclose(a, b, equal_nan=True)
+        return both and a.shape == b.shape and torch.allclose(a, b, equal_nan=True)
     if type(a) is not type(b):
         return False
     if is_dataclass(a) or hasattr(a, "__dict__"):

@@ -220,6 +220,15 @@ def test_example_inputs_reveal_what_tracing_would_have_frozen():
     assert captured.island_leaves == ["fc"]
 
 
+def test_a_result_of_another_shape_on_example_inputs_makes_an_island():
+    class Shapes(Prints):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x) if str(x).startswith("tensor") else self.fc(x)[:, :2].T
+
+    (island,) = capture(Shapes(), is_layer, example_inputs=torch.randn(2, 4)).islands
+    assert "example_inputs" in island.reason
+
+
 def test_comparing_on_example_inputs_leaves_modes_and_random_state_alone():
     model = Around(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))
     model.inner.eval()
