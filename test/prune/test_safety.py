@@ -352,3 +352,25 @@ def test_layers_that_the_setting_does_not_reach_are_reported() -> None:
 def test_a_configuration_that_does_not_prune_is_refused() -> None:
     with pytest.raises(ConfigError, match="does not prune"):
         prune_plan(nets.residual(), "batch_num: 1", IMAGE)
+
+
+def test_dropping_whole_examples_passes() -> None:
+    class DropPath(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.training:
+                return x
+            return x * torch.tensor([0.0, 2.0], dtype=x.dtype).reshape(2, 1, 1, 1)
+
+    DropPath.__module__ = "timm.layers.drop"
+    DropPath.__qualname__ = "DropPath"
+    model = nets.Net(
+        lambda m, x: m.c(m.a(x) + m.drop(m.b(x))),
+        a=nets.conv(3, 8),
+        b=nets.conv(3, 8),
+        drop=DropPath(),
+        c=nets.conv(8, 4),
+    )
+    nets.golden_weights(model)
+    plan = plan_for(model, IMAGE)
+    assert set(kept(plan)) == {"a", "b"}
+    assert_exact(model, plan, IMAGE)

@@ -13,7 +13,8 @@ from torch.fx.node import map_arg
 
 from amct_fx.graph.shapes import TensorFact
 from amct_fx.prune.channels.atoms import Pin
-from amct_fx.prune.channels.layout import Expanded, Rearranged
+from amct_fx.prune.channels.layout import Expanded
+from amct_fx.prune.channels.rearrange import Rearranged
 from amct_fx.prune.channels.rules import visit
 from amct_fx.prune.channels.steps import Misfit, Replay
 from amct_fx.prune.channels.units import Group, choose, find_groups, kept_atoms

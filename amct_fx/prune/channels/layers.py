@@ -142,7 +142,6 @@ def _layer(walk: Walk, node: fx.Node, kind: str) -> None:
         walk.pin_inputs(node, "functional_weight", "its weight is not a parameter of the model")
         return
     walk.calls.setdefault(call.name, node)
-    walk.reached[call.name] = walk.reached.get(call.name, 0) + 1
     if kind != "linear" and len(shape) != call.weight.dim():
         walk.pin_inputs(node, "unknown_op", "its input has no batch axis")
         return

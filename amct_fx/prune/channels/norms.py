@@ -47,7 +47,6 @@ def attach(
 def batch_norm(walk: Walk, node: fx.Node) -> None:
     """Attach weight, bias and statistics of a batch norm or instance norm."""
     module: Any = walk.module(node)
-    count_reached(walk, node)
     rank = len(walk.shape(node) or ())
     unbatched = isinstance(module, nn.modules.instancenorm._InstanceNorm) and rank == _least_rank(
         module
@@ -86,7 +85,6 @@ def functional_batch_norm(walk: Walk, node: fx.Node) -> None:
 def group_norm(walk: Walk, node: fx.Node) -> None:
     """Keep or remove whole groups of a group norm."""
     module: Any = walk.module(node)
-    count_reached(walk, node)
     space = _input_space(walk, node)
     if parametrize.is_parametrized(module) or _elsewhere(space):
         walk.pin_inputs(
@@ -110,7 +108,6 @@ def group_norm(walk: Walk, node: fx.Node) -> None:
 def layer_norm(walk: Walk, node: fx.Node) -> None:
     """Pass where the normalised axes hold no channels."""
     module: Any = walk.module(node)
-    count_reached(walk, node)
     normalised = len(module.normalized_shape)
     _over_last_axes(walk, node, normalised)
 
@@ -142,7 +139,6 @@ def _over_last_axes(walk: Walk, node: fx.Node, normalised: int) -> None:
 def prelu(walk: Walk, node: fx.Node) -> None:
     """Attach the slopes of a PReLU; one slope for all passes."""
     module: Any = walk.module(node)
-    count_reached(walk, node)
     source: Any = node.args[0] if node.args else node.kwargs.get("input")
     space = walk.space(source)
     weight = module.weight
@@ -170,12 +166,6 @@ def _input_space(walk: Walk, node: fx.Node) -> Space | None:
 def _elsewhere(space: Space | None) -> bool:
     """Say whether there are channels that do not lie along axis 1."""
     return space is not None and not is_along(space, 1)
-
-
-def count_reached(walk: Walk, node: fx.Node) -> None:
-    """Note that a handler saw a module."""
-    name = walk.name(node)
-    walk.reached[name] = walk.reached.get(name, 0) + 1
 
 
 MODULES: dict[type[nn.Module], Handler] = {

@@ -14,6 +14,7 @@ from amct_fx.prune.channels import (
     layers,
     layout,
     norms,
+    parts,
     products,
     spatial,
 )
@@ -39,6 +40,7 @@ FUNCTIONS: dict[Any, Handler] = {
     **spatial.FUNCTIONS,
     **norms.FUNCTIONS,
     **layout.FUNCTIONS,
+    **parts.FUNCTIONS,
     **concat.FUNCTIONS,
     **products.FUNCTIONS,
     **layers.FUNCTIONS,
@@ -47,6 +49,7 @@ METHODS: dict[str, Handler] = {
     **elementwise.METHODS,
     **spatial.METHODS,
     **layout.METHODS,
+    **parts.METHODS,
     **products.METHODS,
 }
 
@@ -103,18 +106,31 @@ def known_class(module: nn.Module) -> type[nn.Module] | None:
     return base
 
 
+_BY_NAME: dict[str, Handler] = {
+    "torchvision.ops.stochastic_depth.stochastic_depth": elementwise.first_only,
+    "torchvision.ops.stochastic_depth.StochasticDepth": elementwise.first_only,
+    "timm.layers.drop.DropPath": elementwise.first_only,
+}
+"""What other libraries drop for whole examples, whatever their channels."""
+
+
 def _handler(walk: Walk, node: fx.Node) -> Handler | None:
     if node.op == "call_method":
         return METHODS.get(str(node.target))
     if node.op == "call_function":
-        return FUNCTIONS.get(node.target)
+        return FUNCTIONS.get(node.target) or _BY_NAME.get(_full_name(node.target))
     module = walk.module(node)
     if isinstance(module, FakeQuantizeBase):
         return elementwise.first_only
     if module is None or "forward" in vars(module):
         return None
     cls = known_class(module)
-    return None if cls is None else MODULES[cls]
+    return _BY_NAME.get(_full_name(type(module))) if cls is None else MODULES[cls]
+
+
+def _full_name(value: Any) -> str:
+    name = getattr(value, "__qualname__", getattr(value, "__name__", ""))
+    return f"{getattr(value, '__module__', '')}.{name}"
 
 
 def _refuse(walk: Walk, node: fx.Node) -> None:

@@ -93,7 +93,6 @@ class Walk:
         uses: All calls of layers, for the costs.
         spaces: The space of every value.
         fixed: Why a tensor has no channels that may go.
-        reached: Layers that a handler has seen, with the number of calls.
         contracted: Channels that end in a product without a weight.
         inputs: Channels that each layer reads.
         calls: First call of each layer.
@@ -112,7 +111,6 @@ class Walk:
     uses: list[LayerUse] = field(default_factory=list)
     spaces: dict[fx.Node, Value] = field(default_factory=dict)
     fixed: dict[fx.Node, Pin] = field(default_factory=dict)
-    reached: dict[str, int] = field(default_factory=dict)
     contracted: list[Tensor] = field(default_factory=list)
     producers: dict[str, tuple[Tensor, int, int]] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)
