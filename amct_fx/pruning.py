@@ -24,7 +24,7 @@ from amct_fx.prune.plan import PrunePlan
 from amct_fx.prune.planning import plan_channels
 from amct_fx.prune.record import PruneRecord, plan_from_record, set_m4n2_masks
 from amct_fx.prune.remove import remove_channels
-from amct_fx.report.preparation import preparation_of, record_plan
+from amct_fx.report.preparation import preparation_of, record_removal
 
 if TYPE_CHECKING:
     from amct_fx.config import PruneConfig
@@ -172,8 +172,7 @@ def remove_pruned(model: nn.Module) -> None:
     for layer in layers.values():
         delattr(layer, _KEPT)
     if plan is not None and layers:
-        record_plan(model, plan)
-        remove_channels(model, plan)
+        record_removal(model, plan, remove_channels(model, plan))
         for layer in model.modules():
             if isinstance(layer, QATLayer):
                 _fit_weight_quantizers(layer)

@@ -1,5 +1,6 @@
 """Pruning: whole channels by L2 norm, and two of every four weights."""
 
+from amct_fx.prune.kept import kept_indices
 from amct_fx.prune.masks import keep_zeros
 from amct_fx.prune.options import PruneMode, PruneOptions
 from amct_fx.prune.parametrization import M4N2, FilterNorm, filter_norm, m4n2
@@ -22,6 +23,7 @@ __all__ = [
     "add_prune_record",
     "filter_norm",
     "keep_zeros",
+    "kept_indices",
     "m4n2",
     "plan_channels",
     "prune_plan",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from amct_fx.config import CompressionConfig, LayerFacts, LayerSpec, ModelFacts, Resolution
     from amct_fx.graph import Capture, Island
@@ -58,6 +58,7 @@ class Preparation:
         recipe: What the call was asked for.
         converted: Whether the model was converted since.
         plan: Which channels go; ``None`` without channel pruning.
+        kept: After conversion, what stayed of each parameter: int64 indices by name and axis.
     """
 
     layers: tuple[LayerDecision, ...]
@@ -66,6 +67,9 @@ class Preparation:
     recipe: Recipe
     converted: bool = False
     plan: PrunePlan | None = None
+    kept: Mapping[str, Mapping[int, Tensor]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @classmethod
     def of(
@@ -112,11 +116,13 @@ def record_preparation(model: nn.Module, preparation: Preparation) -> None:
     setattr(model, _ATTRIBUTE, preparation)
 
 
-def record_plan(model: nn.Module, plan: PrunePlan) -> None:
-    """Note which channels are cut from ``model``."""
+def record_removal(
+    model: nn.Module, plan: PrunePlan, kept: Mapping[str, Mapping[int, Tensor]]
+) -> None:
+    """Note which channels were cut from ``model``, and what stayed of its parameters."""
     preparation = preparation_of(model)
     if preparation is not None:
-        record_preparation(model, replace(preparation, plan=plan))
+        record_preparation(model, replace(preparation, plan=plan, kept=kept))
 
 
 def record_conversion(model: nn.Module) -> None:

@@ -24,7 +24,7 @@ from amct_fx import (
     summarize,
 )
 from amct_fx.nn import qat
-from amct_fx.prune import PrunePlan
+from amct_fx.prune import PrunePlan, kept_indices
 from amct_fx.pruning import current_plan
 from test.prune import networks as nets
 
@@ -354,3 +354,18 @@ def test_a_filter_that_is_nan_is_no_error_when_nothing_is_quantized():
     assert prepared.c1.kept_channels.tolist() == [0] * 8 + [1] * 8
     with pytest.raises(ValueError, match=r"c1\.weight holds NaN"):
         prepare_qat_amct(model, FILTER + INT8, images())
+
+
+def test_the_state_of_an_optimizer_can_be_cut_alike():
+    model = prepare(Chain, FILTER, images())
+    train(model, 1, images())
+    converted = convert_amct(model)
+    for name, axes in kept_indices(converted).items():
+        cut = model.get_submodule(name.rpartition(".")[0])
+        tensor = getattr(cut, name.rpartition(".")[2])
+        for axis, indices in axes.items():
+            tensor = tensor.index_select(axis, indices)
+        owner = converted.get_submodule(name.rpartition(".")[0])
+        assert torch.equal(tensor, getattr(owner, name.rpartition(".")[2]))
+    with pytest.raises(RuntimeError, match="takes a model of convert_amct"):
+        kept_indices(model)
