@@ -203,12 +203,11 @@ class ActivationCache:
         size = byte_size([arguments, [[(v.inputs, v.output) for v in calls] for calls in groups]])
         if size <= self._left:
             self._left -= size
-            host = torch.device("cpu")
+            host = _OnceMoved(torch.device("cpu"))
             kept = [
-                [GroupValues(_moved(v.inputs, host), _moved(v.output, host)) for v in calls]
-                for calls in groups
+                [GroupValues(host(v.inputs), host(v.output)) for v in calls] for calls in groups
             ]
-            return _InMemory(_moved(arguments, host), kept, self._device)
+            return _InMemory(host(arguments), kept, self._device)
         self._left = 0  # what follows goes to disk too, so that the order of the files is plain
         return self._dump(arguments, groups, f"{epoch}_{step}_cpu.npy")
 
@@ -241,6 +240,20 @@ class ActivationCache:
             files.append((path, leaf.dtype))
         others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return _Dumped(files, others, spec)
+
+
+class _OnceMoved:
+    """Moves tensors; one that leaves a group and enters the next stays one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._moved: dict[int, Tensor] = {}
+
+    def __call__(self, values: Any) -> Any:
+        return tree_map_only(Tensor, self._move, values)
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        return self._moved.setdefault(id(tensor), tensor.to(self._device))
 
 
 def byte_size(values: Any) -> int:

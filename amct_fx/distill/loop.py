@@ -207,10 +207,13 @@ class GroupTrainer:
             loss = self._loss(block, pair)
         scaler = self._scaler(loss.device.type)
         if loss.requires_grad:
-            scaler.scale(loss).backward()
+            (loss if scaler is None else scaler.scale(loss)).backward()
         average_gradients(parameters)
-        scaler.step(optimizer)
-        scaler.update()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
         if scheduler is not None:
             scheduler.step()
         headroom.apply()
@@ -270,11 +273,14 @@ class GroupTrainer:
                 for buffer in part.buffers()
             )
 
-    def _scaler(self, device: str) -> torch.amp.GradScaler:
-        """Return a scaler that acts under autocast to float16 only, whose gradients underflow."""
-        half = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.half
-        if self._loss_scaler is None or self._loss_scaler.is_enabled() != half:
-            self._loss_scaler = torch.amp.GradScaler(device, enabled=half)
+    def _scaler(self, device: str) -> torch.amp.GradScaler | None:
+        """Return a scaler under autocast to float16, whose gradients underflow, else ``None``."""
+        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+            return None
+        if torch.get_autocast_dtype(device) != torch.half:
+            return None
+        if self._loss_scaler is None:
+            self._loss_scaler = torch.amp.GradScaler(device)
         return self._loss_scaler
 
     def _optimizer(self, trained: Trained, factor: float) -> Optimizer:

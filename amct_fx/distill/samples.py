@@ -5,7 +5,7 @@ Source: spec/distillation.md section 9.4.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ class Samples:
         if sample_fn is not None and not callable(sample_fn):
             message = f"sample_fn must be a function, not {type(sample_fn).__name__}"
             raise ArgumentTypeError(message)
-        self._loader = loader
+        self._loader: Any = loader
         self._sample_fn = sample_fn or first_tensor
         self._device = device
 
@@ -90,9 +90,10 @@ class Samples:
 
     def count(self) -> int:
         """Return the number of batches; a loader without a length is read for it."""
-        if isinstance(self._loader, Sized):
+        try:
             return len(self._loader)
-        return sum(1 for _ in self._loader)
+        except TypeError:  # an iterable data set has none
+            return sum(1 for _ in self._loader)
 
     def _arguments(self, batch: Any) -> tuple[Any, ...]:
         found = self._sample_fn(batch)

@@ -528,3 +528,38 @@ def test_nothing_warns() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         distilled(trained_norms(Chain()), epochs=2)
+
+
+def test_a_trained_network_comes_closer_on_data_that_nobody_has_seen() -> None:
+    from amct_fx_demo.data import digits
+
+    data = digits()
+    torch.manual_seed(0)
+    teacher = nn.Sequential(
+        *(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
+        *(nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(256, 10)),
+    )
+    optimizer = torch.optim.AdamW(teacher.parameters(), lr=5e-3)
+    for _ in range(4):
+        for part in torch.randperm(len(data.train.images)).split(64):
+            optimizer.zero_grad()
+            scores = teacher(data.train.images[part])
+            nn.functional.cross_entropy(scores, data.train.labels[part]).backward()
+            optimizer.step()
+    teacher.eval()
+    samples = list(data.train.images[:512].split(32))
+    held_out, labels = data.held_out
+    for cfg, factor in ((None, 1.0), (A8W4, 0.5)):
+        before = calibrated(teacher, cfg, samples[:1])
+        student = amct_fx.prepare_distill_amct(teacher, cfg)
+        amct_fx.distill(teacher, student, samples, epochs=5)
+        assert mse(student, teacher, [held_out]) < factor * mse(before, teacher, [held_out])
+        with torch.no_grad():
+            right = [
+                float((model(held_out).argmax(1) == labels).double().mean())
+                for model in (student, before)
+            ]
+        assert right[0] >= right[1] - 0.005
+        for group in history_of(student).groups:
+            assert group.after <= group.before  # type: ignore[operator]
