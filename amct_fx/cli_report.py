@@ -68,6 +68,9 @@ NumBatches = Annotated[
 Wanted = Annotated[
     float | None, typer.Option("--wanted", help="Leave layers float until the metric is this good.")
 ]
+EachQuantizer = Annotated[
+    bool, typer.Option("--each-quantizer", help="Switch on each quantizer alone, too.")
+]
 MaxSkips = Annotated[int, typer.Option("--max-skips", min=0, help="Number of suggestions.")]
 PngFolder = Annotated[
     Path | None, typer.Option("--png", metavar="FOLDER", help="Write the pictures as PNG, too.")
@@ -127,6 +130,7 @@ def analyze_command(
     float_model: FloatReference = None,
     wanted: Wanted = None,
     max_skips: MaxSkips = 3,
+    each_quantizer: EachQuantizer = False,
     batches: NumBatches = None,
     device: Device = None,
     as_json: AsJson = False,
@@ -144,6 +148,7 @@ def analyze_command(
         float_model=_float_model(float_model, prepared),
         wanted=wanted,
         max_skips=max_skips,
+        each_quantizer=each_quantizer,
         num_batches=batches,
     )
     if as_json:

@@ -84,9 +84,11 @@ def test_a_float_model_is_calibrated_with_the_data_before_it_is_analyzed() -> No
 
 
 def test_the_analysis_compares_with_a_float_model_and_stops_at_what_is_wanted() -> None:
-    options = ("--float-model", MODEL, "--batches", "1", "--wanted", "1e9", "--json")
+    options = ("--float-model", MODEL, "--batches", "1", "--wanted", "1e9", "--each-quantizer")
+    options += ("--json",)
     found = json.loads(run("analyze", PREPARED, "--data", DATA, *options).stdout)
     assert (found["float_value"], found["batches"], found["suggestions"]) == (0, 1, [])
+    assert all(layer["harm_weight"] is not None for layer in found["layers"])
 
 
 def test_the_report_is_a_page_with_the_history_that_was_given(checkpoint: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TextIO
 
 from amct_fx.config.writer import fields_to_text
@@ -30,6 +30,8 @@ class Sensitivity:
         harm: By how much ``alone_quantized`` is worse than no layer quantized.
         gain: By how much ``alone_float`` is better than all layers quantized.
         output_mse: Mean squared error of the model's output when only this layer is quantized.
+        harm_input: The harm of the quantizer of its input alone, ``None`` if not measured.
+        harm_weight: The harm of the quantizer of its weight alone, likewise.
     """
 
     alone_quantized: float
@@ -37,6 +39,8 @@ class Sensitivity:
     harm: float
     gain: float
     output_mse: float
+    harm_input: float | None = None
+    harm_weight: float | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ class LayerAnalysis:
             found[f"{name}_unused_codes"] = None if use is None else use.unused
         found["dead_channels"] = list(self.dead_channels)
         found["dead_inputs"] = list(self.dead_inputs)
-        names = ("alone_quantized", "alone_float", "harm", "gain", "output_mse")
+        names = [item.name for item in fields(Sensitivity)]
         found.update((name, getattr(self.sensitivity, name, None)) for name in names)
         return found
 
@@ -299,6 +303,8 @@ _COLUMNS = (
     ("layer", "layer"),
     ("type", "type"),
     ("harm", "harm alone"),
+    ("harm_input", "… by input"),
+    ("harm_weight", "… by weight"),
     ("gain", "gain if float"),
     ("input_sqnr", "input dB"),
     ("weight_sqnr", "weight dB"),

@@ -43,6 +43,7 @@ def analyze(
     wanted: float | None = None,
     max_skips: int = 3,
     sensitivity: bool = True,
+    each_quantizer: bool = False,
     num_batches: int | None = None,
     forward: Forward | None = None,
     progress: Progress = None,
@@ -68,6 +69,7 @@ def analyze(
         max_skips: Without ``wanted``, leave up to so many layers float, as long as it helps; 0 for
             no suggestions.
         sensitivity: Whether to run each layer alone quantized and alone float.
+        each_quantizer: Whether to run each quantizer alone, too: one of an input, one of a weight.
         num_batches: Use only the first batches.
         forward: Called as ``forward(model, batch)`` instead, for models and batches of any form.
         progress: ``None`` draws a bar in a terminal, ``False`` never; or a function that is called
@@ -107,7 +109,14 @@ def analyze(
         _in_eval_mode(float_model),
         progress_bars(progress) as report,
     ):
-        study = Study(board, float_model, judge, forward, sensitivity=sensitivity)
+        study = Study(
+            board,
+            float_model,
+            judge,
+            forward,
+            sensitivity=sensitivity,
+            each_quantizer=each_quantizer,
+        )
         study.measure(batches, report)
         found = study.result(summary, graph_view(model), notes)
         return replace(

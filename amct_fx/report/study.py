@@ -109,6 +109,7 @@ class Study:
         judge: The metric.
         forward: How a batch meets a model, ``None`` for the usual ways.
         sensitivity: Whether to run each layer alone quantized and alone float.
+        each_quantizer: Whether to run each quantizer of a layer alone, too.
     """
 
     def __init__(
@@ -119,9 +120,11 @@ class Study:
         forward: Forward | None,
         *,
         sensitivity: bool,
+        each_quantizer: bool = False,
     ) -> None:
         self.board, self.float_model, self.judge = board, float_model, judge
         self._forward, self._sensitivity = forward, sensitivity
+        self._parts = ("input", "weight") if each_quantizer else ()
         self._sums = {name: LayerSums(name, layer) for name, layer in board.layers.items()}
         self._output = ErrorSum()
         self._values: dict[str, float] = {}
@@ -130,9 +133,10 @@ class Study:
 
     def measure(self, batches: Batches, report: ProgressReport) -> None:
         """Run through all batches."""
-        runs = 3 + (2 * len(self._sums) if self._sensitivity else 0)
+        alone = 2 + len(self._parts) if self._sensitivity else 0
+        runs = 3 + alone * len(self._sums)
         for number, batch in enumerate(self._prepared(batches)):
-            for step in self._steps(batch):
+            for step, _ in enumerate(self._steps(batch), 1):
                 done = number * runs + step
                 report("Analyzing layers", done, len(batches) * runs)
             self._batches += 1
@@ -179,12 +183,12 @@ class Study:
                 here = moved(batch, self._device)
                 yield _Batch(here, number, samples_in(here), self._forward, restart, self._device)
 
-    def _steps(self, batch: _Batch) -> Iterator[int]:
-        """Run everything on one batch; yields the number of runs made."""
+    def _steps(self, batch: _Batch) -> Iterator[None]:
+        """Run everything on one batch; yields after each run."""
         expected, reference = _Watched(), None
         if self.float_model is not None:
             reference, expected = self._run_float(batch)
-        yield 1
+        yield
         seen = set(expected.outputs)  # not layers that the float model passes by, as a fused path
 
         def watch(call: LayerCall) -> None:
@@ -197,22 +201,25 @@ class Study:
         self._judge("unquantized base", plain, batch, plain)
         self._judge("float", reference, batch, reference)
         self._judge("unquantized", plain, batch, reference)
-        yield 2
+        yield
         compare = functools.partial(self._compare, expected, {})
         quantized, calls = self.board.run(batch.run, self._all_but(()), keep=True, watcher=compare)
         quantized = copied(quantized)
         self._judge("quantized", quantized, batch, reference)
         add_outputs(self._output, reference, quantized)
-        yield 3
-        for index, name in enumerate(self._sums if self._sensitivity else ()):
+        yield
+        for name in self._sums if self._sensitivity else ():
             self._run_alone(name, batch, plain, plain_calls)
-            yield 4 + 2 * index
+            yield
+            for part in self._parts:
+                self._run_part(name, part, batch, plain, plain_calls)
+                yield
             start = _first_call(name, calls)
             left = quantized
             if start is not None:
                 left, _ = self.board.run(batch.run, self._all_but((name,)), replay=calls[:start])
             self._judge(f"without {name}", left, batch, reference)
-            yield 5 + 2 * index
+            yield
 
     def _run_float(self, batch: _Batch) -> tuple[Any, _Watched]:
         """Run the float model, and watch its layers."""
@@ -267,6 +274,14 @@ class Study:
         add_outputs(sums.effect, plain, output)
         self._judge(f"only {name}", output, batch, plain)
 
+    def _run_part(self, name: str, part: str, batch: _Batch, plain: Any, calls: list[Call]) -> None:
+        """Switch on one quantizer alone."""
+        output, start = plain, _first_call(name, calls)
+        if start is not None:
+            chosen = {name: frozenset({part})}
+            output, _ = self.board.run(batch.run, chosen, replay=calls[:start])
+        self._judge(f"only the {part} of {name}", output, batch, plain)
+
     def _all_but(self, skipped: Collection[str]) -> Mapping[str, frozenset[str]]:
         return {name: BOTH for name in self._sums if name not in skipped}
 
@@ -279,12 +294,18 @@ class Study:
 
     def _sensitivity_of(self, name: str) -> Sensitivity:
         only, without = self._value(f"only {name}"), self._value(f"without {name}")
+        base = self._value("unquantized base")
+        harms = {
+            f"harm_{part}": self.judge.better(base, self._value(f"only the {part} of {name}"))
+            for part in self._parts
+        }
         return Sensitivity(
             alone_quantized=only,
             alone_float=without,
-            harm=self.judge.better(self._value("unquantized base"), only),
+            harm=self.judge.better(base, only),
             gain=self.judge.better(without, self._value("quantized")),
             output_mse=self._sums[name].effect.mean_square,
+            **harms,
         )
 
 

@@ -99,6 +99,21 @@ def test_a_layer_alone_float_does_what_its_switches_do(name: str) -> None:
     assert found.quantized_value == pytest.approx(mse(prepared(x), model(x)), rel=1e-4)
 
 
+@pytest.mark.parametrize("part", ["input", "weight"])
+def test_each_quantizer_can_be_switched_on_alone(part: str) -> None:
+    prepared, model = prepared_and_float()
+    x = example(4)
+    found = quiet(prepared, model, x, each_quantizer=True)
+    only = copy.deepcopy(prepared).eval()
+    control.disable_fake_quant(only)
+    only.get_submodule(f"c.{part}_fake_quant").enable_fake_quant(True)  # type: ignore[operator]
+    sensitivity = found.layer("c").sensitivity
+    assert sensitivity is not None
+    assert getattr(sensitivity, f"harm_{part}") == pytest.approx(mse(only(x), model(x)), rel=1e-4)
+    assert found.records()[0][f"harm_{part}"] is not None
+    assert quiet(prepared, model, x).layer("c").record()[f"harm_{part}"] is None
+
+
 def test_of_two_layers_that_share_a_quantizer_one_can_be_quantized_alone() -> None:
     prepared, model = prepared_and_float(Net)
     x = example(4)

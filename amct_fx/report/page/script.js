@@ -181,11 +181,13 @@
   function bars() {
     const kinds = [
       ["harm", "Harm alone", "What the metric loses when only this layer is quantized.", number],
+      ["harm_input", "… by its input", "What the metric loses when only the input of this layer is quantized.", number],
+      ["harm_weight", "… by its weight", "What the metric loses when only the weight of this layer is quantized.", number],
       ["gain", "Gain if float", "What the metric wins back when only this layer stays float.", number],
       ["output_sqnr", "Output SQNR", "In dB, in the quantized model; more is better, 6 dB are one bit.", decibel],
       ["output_alone_sqnr", "Output SQNR alone", "In dB, when only this layer is quantized.", decibel],
-      ["by_input_sqnr", "… by its input", "In dB, when only the input of this layer is quantized.", decibel],
-      ["by_weight_sqnr", "… by its weight", "In dB, when only the weight of this layer is quantized.", decibel],
+      ["by_input_sqnr", "… alone, by its input", "In dB, when only the input of this layer is quantized.", decibel],
+      ["by_weight_sqnr", "… alone, by its weight", "In dB, when only the weight of this layer is quantized.", decibel],
       ["weight_sqnr", "Weight SQNR", "In dB.", decibel],
       ["input_saturated", "Saturation", "Share of the input values outside of the clips.", percent],
     ].filter(([key]) => data.layers.some((layer) => typeof layer[key] === "number"));
