@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import subprocess
 import sys
 import venv
@@ -40,6 +41,7 @@ class Remote:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
+            env={**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"},
         )
         self._read()
 

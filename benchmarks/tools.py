@@ -7,8 +7,11 @@ maker over standard input and output, in the virtual environment where that tool
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
 import json
+import os
 import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -107,8 +110,21 @@ def brevitas(model: nn.Module, images: Tensor) -> nn.Module:
     return model
 
 
+def _stub_torchvision() -> None:
+    """Stand in for torchvision: AIMET imports it, and its wheels refuse a CPU build of torch."""
+    for part in ("", ".transforms", ".datasets", ".ops", ".models"):
+        name = f"torchvision{part}"
+        stub: Any = types.ModuleType(name)
+        stub.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        stub.__path__ = []
+        sys.modules[name] = stub
+        if part:
+            setattr(sys.modules["torchvision"], part[1:], stub)
+
+
 def aimet(model: nn.Module, images: Tensor) -> nn.Module:
     """Wrap the network in AIMET's simulation, ranges calibrated and learned."""
+    _stub_torchvision()
     from aimet_torch.quantsim import QuantizationSimModel
 
     simulation = QuantizationSimModel(model.eval(), dummy_input=images)
@@ -119,6 +135,7 @@ def aimet(model: nn.Module, images: Tensor) -> nn.Module:
 
 def nncf(model: nn.Module, images: Tensor) -> nn.Module:
     """Quantize with NNCF, which leaves its quantizers trainable."""
+    os.environ.setdefault("NNCF_EXTENSION_LOAD_TIMEOUT", "0")  # it compiles kernels at first
     import nncf as tool
 
     prepared: nn.Module = tool.quantize(model.eval(), tool.Dataset([images]))
@@ -155,7 +172,7 @@ PEERS: dict[str, tuple[Make, list[str]]] = {
     "brevitas": (brevitas, ["setuptools<81", "brevitas==0.13.4"]),
     "aimet-torch": (aimet, ["aimet-torch==2.42.0"]),
     "nncf": (nncf, ["nncf==3.4.0", "ninja"]),
-    "nvidia-modelopt": (modelopt, ["nvidia-modelopt==0.47.0"]),
+    "nvidia-modelopt": (modelopt, ["nvidia-modelopt==0.47.0", "huggingface_hub"]),
     "torchao": (torchao_pt2e, ["torchao==0.18.0"]),
 }
 """Tools of other makers: how to prepare with them, and what to install."""
