@@ -109,7 +109,7 @@ def prepare_qat_amct(
             :func:`amct_fx.prune.read_prune_record`; or the output channels to keep by layer.
         **pruning: The options of pruning, as :class:`amct_fx.prune.PruneOptions` explains them:
             ``mode``, ``importance``, ``apply``, ``deconv_consumer``, ``norm_axis``, ``row_masks``,
-            ``count_eval``.
+            ``count_eval``, ``straight_through``.
 
     Returns:
         The prepared model, in the mode of ``model``; ``isinstance`` of its class.

@@ -47,6 +47,7 @@ def attach_m4n2(
                 update_freq=setting.update_freq,
                 columns=columns.get(f"{name}.weight"),
                 count_eval=options.count_eval,
+                straight_through=options.straight_through,
             )
 
 

@@ -27,6 +27,7 @@ class PruneKeywords(TypedDict, total=False):
     norm_axis: Literal["pin"]
     row_masks: bool
     count_eval: bool
+    straight_through: float | None
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class PruneOptions:
             ``None``: ``"cut"`` in native mode, ``"pin"`` in AMCT's.
         row_masks: Mask the rows of producers too while training.
         count_eval: Let the refresh of 2:4 masks count forwards in evaluation mode, too, as AMCT.
+        straight_through: Let gradients reach weights that are masked 2:4 (STE), and pull those to
+            zero by so much of their value (SR-STE); ``None`` masks the gradients.
 
     Raises:
         ConfigError: For a value that an option does not have.
@@ -60,6 +63,7 @@ class PruneOptions:
     norm_axis: Literal["pin"] = "pin"
     row_masks: bool = True
     count_eval: bool = False
+    straight_through: float | None = None
 
     def __post_init__(self) -> None:
         """Check the options that have a fixed set of values."""

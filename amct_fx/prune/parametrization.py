@@ -103,6 +103,30 @@ class FilterNorm(WeightMask):
         return f"{list(self.mask.shape)}, {kept} of {self.mask.numel()}"
 
 
+class _StraightThrough(torch.autograd.Function):
+    """A masked weight whose gradient ignores the mask, with a pull of what is masked to zero.
+
+    Source: Zhou et al., "Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch",
+    ICLR 2021 (SR-STE).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, mask: Tensor, decay: float) -> Tensor:
+        """Return the masked weight."""
+        ctx.decay = decay
+        ctx.save_for_backward(*((weight, mask) if decay else ()))
+        return weight * mask
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient as it is, plus the pull."""
+        (grad,) = grads
+        if ctx.decay:
+            weight, mask = ctx.saved_tensors
+            grad = grad.addcmul(weight, (1 - mask).to(weight.dtype), value=ctx.decay)
+        return grad, None, None
+
+
 class M4N2(WeightMask):
     """Keeps the two largest of every four neighbouring input channels: 2:4 sparsity.
 
@@ -120,6 +144,8 @@ class M4N2(WeightMask):
             are pruned as well: groups of four run over the kept channels. Every row keeps equally
             many.
         count_eval: Count forwards in evaluation mode, too, as AMCT does.
+        straight_through: ``None`` masks the gradient; a number lets it reach masked entries, too
+            (STE), and pulls those to zero by so much of their value (SR-STE; its paper uses 2e-4).
 
     Attributes:
         mask: uint8, the shape of the weight.
@@ -145,8 +171,10 @@ class M4N2(WeightMask):
         update_freq: int = 0,
         columns: Tensor | None = None,
         count_eval: bool = False,
+        straight_through: float | None = None,
     ) -> None:
         super().__init__()
+        self.straight_through = straight_through
         self.axis = axis % weight.dim()
         self.update_freq = _checked_frequency(update_freq)
         self.count_eval = count_eval
@@ -154,6 +182,13 @@ class M4N2(WeightMask):
         self.register_buffer("counter", torch.zeros((), dtype=torch.int64, device=weight.device))
         self.register_buffer("kept", None if columns is None else self._indices(weight, columns))
         self.refresh(weight)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Return the weight times the mask; so is the gradient, unless it goes straight through."""
+        if self.straight_through is None:
+            return super().forward(weight)
+        result: Tensor = _StraightThrough.apply(weight, self.mask, self.straight_through)  # type: ignore[no-untyped-call]
+        return result
 
     @torch.no_grad()
     def refresh(self, weight: Tensor) -> None:
@@ -234,6 +269,7 @@ def m4n2(
     update_freq: int = 0,
     columns: Tensor | None = None,
     count_eval: bool = False,
+    straight_through: float | None = None,
 ) -> M4N2:
     """Keep two of every four input channels of a layer; every training forward of it is a step.
 
@@ -244,6 +280,7 @@ def m4n2(
         update_freq: As for :class:`M4N2`.
         columns: As for :class:`M4N2`.
         count_eval: As for :class:`M4N2`.
+        straight_through: As for :class:`M4N2`.
 
     Example:
         >>> layer = nn.ConvTranspose2d(4, 2, 2)
@@ -260,6 +297,7 @@ def m4n2(
         update_freq=update_freq,
         columns=columns,
         count_eval=count_eval,
+        straight_through=straight_through,
     )
     register(module, name, parametrization)
     refresher = _Refresher()

@@ -283,3 +283,16 @@ def test_by_hand_the_loop_makes_the_steps():
 def test_a_frequency_that_is_no_whole_number_is_refused(freq):
     with pytest.raises(ConfigError, match="update_freq"):
         m4n2(nn.Linear(4, 4), update_freq=freq)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_gradients_go_straight_through_on_request(decay):
+    layer = nn.Linear(8, 3)
+    m4n2(layer, straight_through=decay)
+    stored, mask = layer.parametrizations.weight.original, masks(layer)
+    (layer.weight * torch.arange(24.0).view(3, 8)).sum().backward()
+    expected = torch.arange(24.0).view(3, 8) + decay * stored.detach() * (1 - mask.float())
+    assert torch.allclose(stored.grad, expected)
+    assert (layer.weight[mask == 0] == 0).all()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(torch.ones(1, 8)), layer(torch.ones(1, 8)))
