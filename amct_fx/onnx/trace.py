@@ -53,7 +53,9 @@ class FileCall:
         part: ``"ih_"`` or ``"hh_"`` for one product of an unrolled LSTM or GRU, else ``""``.
         has_bias: Whether the result has the bias in it.
         whole: The LSTM or GRU that runs as one operator, as in the file, or ``None``.
-        source: Name of the float tensor that is quantized.
+        source: Name of the float tensor that the layer is given.
+        quantized: Name of the float tensor that is quantized: ``source``, or what export made of
+            it by moving values in front of the quantizer.
         codes: Name of the tensor of its codes.
         shift: What the codes of the file are above those of the model.
         result: Name of the float tensor that the layer makes.
@@ -66,6 +68,7 @@ class FileCall:
     has_bias: bool
     whole: nn.Module | None
     source: str
+    quantized: str
     codes: str
     shift: int
     result: str
@@ -87,23 +90,26 @@ class FileCall:
         """Axis of the output channels in the result."""
         return -1 if isinstance(self.layer, (nn.Linear, nn.RNNBase)) else 1
 
-    def own_result(self, source: Tensor, state: tuple[Tensor, ...] = ()) -> Tensor:
-        """Return what the model's layer makes of a float tensor, and an initial state."""
+    @property
+    def moves_values(self) -> bool:
+        """Whether the codes lie otherwise than the tensor that the layer is given."""
+        return self.quantized != self.source
+
+    def own_result(self, codes: Tensor, state: tuple[Tensor, ...] = ()) -> Tensor:
+        """Return what the model's layer makes of codes, in its own layout, and an initial state."""
         layer: Any = self.layer
-        source = source.to(layer.dtype)
+        found = self.quantizer
+        values = ((codes - found.zero_point.long()) * found.scale).to(layer.dtype)
         if self.whole is not None:
-            if source.dim() == 2:
+            if values.dim() == 2:
                 state = tuple(part.squeeze(1) for part in state)
             given = (state if len(state) == 2 else state[0]) if state else None
-            output: Tensor = self.whole(source, given)[0]
+            output: Tensor = self.whole(values, given, quantized=True)[0]
             return output
         if self.part:
-            values = layer.quantized_input(source, False)
-            if self.part == "hh_":
-                values = layer._quantized_hidden(source)
             bias = layer.dequantized_bias(self.part) if self.has_bias else None
             return F.linear(values, layer.dequantized_weight(self.part), bias)
-        result: Tensor = layer(source)
+        result: Tensor = layer(values, quantized=True)
         return result
 
 
@@ -125,12 +131,19 @@ class FileRun:
         return self._in_layout_of_model(call, self._tensors[call.codes]).round().long() - call.shift
 
     def source(self, call: FileCall) -> Tensor:
-        """Return the float tensor in front of the quantizer of a layer."""
+        """Return the float tensor that a layer is given."""
         return self._tensors[call.source]
 
-    def state(self, call: FileCall) -> tuple[Tensor, ...]:
-        """Return the initial states that an LSTM or GRU reads."""
-        return tuple(self._tensors[name] for name in call.state)
+    def own_codes(self, call: FileCall) -> tuple[Tensor, Tensor]:
+        """Return the codes that the file makes, and those of the model for the same tensor."""
+        made = self._tensors[call.codes].round().long() - call.shift
+        return made, call.quantizer(self._tensors[call.quantized])
+
+    def own_result(self, call: FileCall) -> Tensor:
+        """Return what the model's layer makes of the codes that the file's layer reads."""
+        whole_or_plain = call.whole is not None or not call.moves_values
+        codes = self.codes(call) if whole_or_plain else call.quantizer(self.source(call)).long()
+        return call.own_result(codes, tuple(self._tensors[name] for name in call.state))
 
     def result(self, call: FileCall) -> Tensor:
         """Return what a layer makes."""
@@ -249,6 +262,7 @@ def _call(graph: Graph, node: NodeProto, layers: Mapping[str, QuantizedLayer]) -
         has_bias=len(node.input) > 2,
         whole=layer if isinstance(layer, nn.RNNBase) and not unrolled else None,
         source=_before_moves(graph, source, node.name),
+        quantized=source,
         codes=codes,
         shift=shift,
         result=_result(graph, node),
@@ -306,11 +320,13 @@ def _run(path: str, graph: Graph, calls: list[FileCall], args: tuple[Any, ...]) 
         dict.fromkeys(
             name
             for call in calls
-            for name in (call.source, call.codes, call.result, *call.state)
+            for name in (call.source, call.quantized, call.codes, call.result, *call.state)
             if name not in (*outputs, *graph.inputs, *graph.initializers)
         )
     )
-    constants = {n: graph.array(n) for call in calls for n in (call.source, *call.state)}
+    constants = {
+        n: graph.array(n) for call in calls for n in (call.source, call.quantized, *call.state)
+    }
     model = graph.save()
     model.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in wanted)
     options = onnxruntime.SessionOptions()

@@ -182,9 +182,8 @@ def _compare(call: FileCall, file: FileRun, ours: ModelCall | None) -> VerifiedL
     codes, result = file.codes(call), file.result(call)
     equal, largest = _agreement(codes, None if ours is None else ours.codes)
     sqnr = math.nan if ours is None or call.part else _sqnr(result, ours.outputs[0])
-    source = file.source(call)
-    own_equal, own_largest = _agreement(codes, call.quantizer(source))
-    expected = call.own_result(source, file.state(call))
+    own_equal, own_largest = _agreement(*file.own_codes(call))
+    expected = file.own_result(call)
     own_sqnr = _worst_channel(result, expected, call.channel_axis)
     found = VerifiedLayer(
         call.name, equal, largest, sqnr, own_equal, own_largest, own_sqnr, problem=None

@@ -245,3 +245,16 @@ def test_layers_with_equal_weights_and_constant_inputs_keep_their_names(exporter
         result = verify_onnx(path, model, x)
         assert result.passed
         assert [row.name for row in result.rows] == ["a", "b"]
+
+
+def test_codes_on_ties_do_not_count_against_the_layer_that_reads_them(path):
+    """The simulation multiplies by the reciprocal of the scale, so ties may fall either way."""
+    model = converted(nn.Sequential(nn.Linear(8, 4)), rand(64, 8))
+    scale = float(model[0].input_quantizer.scale)
+    x = rand(512, 8, seed=5)
+    x[:2] = scale * (torch.arange(16).reshape(2, 8) + 0.5)
+    export_onnx(model, x, path, format="fake_quant")
+    result = verify_onnx(path, model, x)
+    assert result.passed
+    assert result.rows[0].own_largest <= 1
+    assert result.rows[0].own_sqnr > 100
