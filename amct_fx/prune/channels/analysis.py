@@ -62,10 +62,8 @@ def settle_groups(walk: Walk) -> tuple[list[Group], Replay]:
     """Choose channels; what the graph cannot follow is pinned and chosen anew."""
     while True:
         groups = find_groups(walk)
-        before = len(groups)
-        choose(walk, groups)
-        if len(find_groups(walk)) < before:
-            continue  # unequal blocks were pinned
+        if not choose(walk, groups):
+            continue
         try:
             return groups, replay(walk, kept_atoms(walk, groups))
         except Misfit as misfit:

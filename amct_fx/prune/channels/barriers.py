@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch.ao.quantization import FakeQuantizeBase
 
+from amct_fx.graph.shapes import TensorFact
 from amct_fx.prune.channels.elementwise import kind_of_operation
 from amct_fx.prune.channels.walk import Walk, float_class
 
@@ -155,8 +156,10 @@ def _reason(walk: Walk, node: fx.Node, module: nn.Module | None) -> str | None:
 
 
 def _is_value(walk: Walk, node: fx.Node) -> bool:
-    """Say whether a node makes no tensor, or takes a part of several results."""
-    return walk.shape(node) is None and not isinstance(walk.fact(node), tuple)
+    """Say whether a node makes no tensor, but a number or a shape."""
+    fact = walk.fact(node)
+    items = fact if isinstance(fact, tuple) else (fact,)
+    return not any(isinstance(item, TensorFact) for item in items)
 
 
 def _sharing(walk: Walk, node: fx.Node, module: nn.Module) -> tuple[str, str] | None:

@@ -93,10 +93,12 @@ def find_groups(walk: Walk) -> list[Group]:
     return groups
 
 
-def choose(walk: Walk, groups: list[Group]) -> None:
+def choose(walk: Walk, groups: list[Group]) -> bool:
     """Decide how many units of each group stay, and which; blocks come out equal.
 
-    Blocks that cannot keep equal counts are pinned: the groups must then be found again.
+    Returns:
+        ``False`` if blocks that cannot keep equal counts were pinned: the groups must then be found
+        again.
     """
     _set_balances(walk, groups)
     _set_scores(walk, groups)
@@ -104,10 +106,12 @@ def choose(walk: Walk, groups: list[Group]) -> None:
         count = len(group.units)
         group.keep = _remaining(group)
         group.note = _note(group, count)
-    _meet_balances(walk, groups)
+    if not _meet_balances(walk, groups):
+        return False
     for group in groups:
         kept = keep_highest(group.scores, group.keep, groups=group.balance)
         group.kept = [int(index) for index in kept]
+    return True
 
 
 def _remaining(group: Group) -> int:
@@ -196,8 +200,8 @@ def _filters(weight: Tensor, axis: int, groups: int) -> Tensor:
     return filters
 
 
-def _meet_balances(walk: Walk, groups: list[Group]) -> None:
-    """Raise the counts of groups until all blocks that must be equal are equal."""
+def _meet_balances(walk: Walk, groups: list[Group]) -> bool:
+    """Raise the counts of groups until all blocks that must be equal are equal, if they can be."""
     where = {root: group for group in groups for root in group.roots}
     blocks = [[_block(walk, block, where) for block in balance.blocks] for balance in walk.balances]
     pending = True
@@ -212,6 +216,8 @@ def _meet_balances(walk: Walk, groups: list[Group]) -> None:
                     pending = True
                     if block.count() != target:
                         _keep_all(walk, balance.node, balance.reason, listed)
+                        return False
+    return True
 
 
 @dataclass
