@@ -14,7 +14,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import accuracy_tasks
@@ -110,7 +110,7 @@ def photographs() -> Task:
     chosen = train[torch.randperm(len(train))[:64]]
     teacher = efficientnet_lite.pretrained().eval()
     return Task(
-        "EfficientNet-Lite0, photographs", teacher, list(chosen.split(8)), None, test, epochs=1
+        "EfficientNet-Lite0, photographs", teacher, list(chosen.split(8)), None, test, epochs=4
     )
 
 
@@ -171,12 +171,15 @@ METHODS: dict[str, Callable[[Task, str], nn.Module | None]] = {
 }
 
 
-def quality(name: str, seeds: int) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+def quality(
+    name: str, seeds: int, epochs: int | None = None
+) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Yield for each width a row with the means over the seeds, and the single results."""
     results: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for seed in range(seeds):
         torch.manual_seed(seed)
         task = TASKS[name]()
+        task = replace(task, epochs=epochs or task.epochs)
         for width, cfg in WIDTHS.items():
             for method, make in METHODS.items():
                 torch.manual_seed(seed)
@@ -255,6 +258,7 @@ def main() -> None:
     parser = harness.parser(__doc__.partition("\n")[0], repetitions=1)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, help="for each group, instead of those of the task")
     parser.add_argument("--cost", action="store_true", help="compare the cost instead")
     arguments = parser.parse_args()
     harness.start(arguments)
@@ -265,7 +269,7 @@ def main() -> None:
         return
     rows, details = [], {}
     for name in arguments.tasks:
-        for row, found in quality(name, arguments.seeds):
+        for row, found in quality(name, arguments.seeds, arguments.epochs):
             rows.append(row)
             details[f"{row['network']}, {row['']}"] = found
     harness.report("Error and agreement of student and teacher", rows, arguments, details)
