@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SavePaths",
     "Traced",
+    "check_different",
     "check_export_names",
     "check_input_data",
     "check_type",
@@ -94,6 +95,30 @@ def file_path(name: str, value: object) -> str:
     return path
 
 
+def check_different(**paths: str | None) -> None:
+    """Refuse a file to write that is also another argument, and would be lost.
+
+    Args:
+        **paths: By name of the argument.
+
+    Raises:
+        ConfigError: Names two arguments.
+
+    Example:
+        >>> check_different(config_file="a.json", record_file="./a.json")
+        Traceback (most recent call last):
+        amct_fx.errors.ConfigError: config_file and record_file are the same file './a.json'
+    """
+    seen: dict[Path, str] = {}
+    for name, path in paths.items():
+        if path is None:
+            continue
+        first = seen.setdefault(Path(path).resolve(), name)
+        if first != name:
+            message = f"{first} and {name} are the same file {path!r}"
+            raise ConfigError(message)
+
+
 def config_paths(config_file: object, definition: object) -> tuple[str, Path | None]:
     """Return the path to write, and the path of the ``.cfg`` file."""
     check_type("config_file", config_file, str)
@@ -102,7 +127,10 @@ def config_paths(config_file: object, definition: object) -> tuple[str, Path | N
     if definition == "":
         message = "config_defination is empty; pass None for the defaults"
         raise ConfigError(message)
-    return path, None if definition is None else Path(str(definition))
+    if definition is None:
+        return path, None
+    check_different(config_file=path, config_defination=str(definition))
+    return path, Path(str(definition))
 
 
 @dataclass(frozen=True)
@@ -126,7 +154,7 @@ def save_paths(save_path: object) -> SavePaths:
 
     Raises:
         ArgumentTypeError: It is no string.
-        ArgumentError: The names would be too long for a file system.
+        ArgumentError: The names would be too long for a file system, or are those of folders.
 
     Example:
         >>> save_paths("out/net").deploy.as_posix(), save_paths("out/").fake_quant.as_posix()
@@ -141,7 +169,18 @@ def save_paths(save_path: object) -> SavePaths:
     if excess > 0:
         message = f"the name at the end of save_path is {excess} bytes too long: {prefix[:20]!r}…"
         raise ArgumentError(message)
-    return SavePaths(parent / names[0], parent / names[1])
+    existing = next(part for part in (parent, *parent.absolute().parents) if part.exists())
+    if not existing.is_dir():
+        message = f"save_path: {str(existing)!r} is a file, not a folder"
+        raise ArgumentError(message)
+    paths = SavePaths(parent / names[0], parent / names[1])
+    for path in (paths.deploy, paths.fake_quant):
+        if path.is_dir():
+            message = (
+                f"save_path: the file {str(path)!r} cannot be written, as a folder has its name"
+            )
+            raise ArgumentError(message)
+    return paths
 
 
 def check_export_names(input_names: object, output_names: object, dynamic_axes: object) -> None:

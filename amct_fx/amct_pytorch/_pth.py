@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,7 +106,7 @@ def load_state(model: nn.Module, state: Mapping[str, Any], pth_file: str) -> Non
 def _load(pth_file: str) -> Any:
     try:
         return torch.load(pth_file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, EOFError, RuntimeError, KeyError, ValueError) as error:
+    except Exception as error:  # unpickling foreign bytes raises many classes
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         message = (
             f"{pth_file} cannot be read as a checkpoint of tensors: {reason}; "

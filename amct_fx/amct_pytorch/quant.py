@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from amct_fx.amct_pytorch._agreement import check_agreement
 from amct_fx.amct_pytorch._arguments import (
+    check_different,
     check_export_names,
     check_input_data,
     config_paths,
@@ -162,6 +163,7 @@ def restore_quant_retrain_model(
         CheckpointKeyError: It has no ``state_dict_name``, or lacks a part of the model.
     """
     check_pth_arguments(pth_file, state_dict_name)
+    check_different(pth_file=pth_file, record_file=file_path("record_file", record_file))
     prepared = _prepared(config_file, model, record_file, input_data)
     load_state(prepared, read_state(pth_file, state_dict_name), pth_file)
     write_text(record_file, "")
@@ -208,6 +210,7 @@ def save_quant_retrain_model(
     """
     file_path("config_file", config_file)
     file_path("record_file", record_file)
+    check_different(config_file=config_file, record_file=record_file)
     paths = save_paths(save_path)
     check_input_data(input_data)
     check_export_names(input_names, output_names, dynamic_axes)
@@ -229,6 +232,7 @@ def _prepared(config_file: str, model: object, record_file: str, input_data: Any
     """Check the arguments and prepare a copy of the model; nothing is written."""
     file_path("config_file", config_file)
     file_path("record_file", record_file)
+    check_different(config_file=config_file, record_file=record_file)
     checked = float_model(model)
     check_input_data(input_data)
     config = _configuration(config_file)

@@ -159,8 +159,14 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its parents, each with the same mode."""
+    """Make a folder and its parents, each with the same mode.
+
+    Raises:
+        NotADirectoryError: One of them is a file; names it.
+    """
     if folder.exists():
+        if not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "this is a file, not a folder", str(folder))
         return
     make_folder(folder.parent)
     folder.mkdir(mode=_FOLDER_MODE, exist_ok=True)

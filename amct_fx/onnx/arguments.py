@@ -20,6 +20,7 @@ __all__ = [
     "Format",
     "FormatRules",
     "check_options",
+    "check_outputs",
     "checked_inputs",
     "checked_opset",
     "positional",
@@ -128,6 +129,29 @@ def checked_opset(
     return opset
 
 
+def check_outputs(shapes: Sequence[int | None], inputs: Inputs) -> None:
+    """Refuse names and axes of more outputs than a model has, or of axes beyond theirs.
+
+    Args:
+        shapes: The number of dimensions of each output, ``None`` where it is not known.
+        inputs: What was asked for.
+
+    Raises:
+        ArgumentError: Names the argument.
+
+    Example:
+        >>> check_outputs([2], Inputs((), None, ["a", "b"], None, None))
+        Traceback (most recent call last):
+        amct_fx.errors.ArgumentError: output_names has 2 names for 1 output tensors
+    """
+    names = inputs.output_names or []
+    if len(names) > len(shapes):
+        message = f"output_names has {len(names)} names for {len(shapes)} output tensors"
+        raise ArgumentError(message)
+    for name, dims in zip(names, shapes, strict=False):
+        _check_axis(name, (inputs.dynamic_axes or {}).get(name, {}), dims)
+
+
 def check_options(format: str, **options: bool) -> None:
     """Refuse options of the QDQ files for onnxruntime in other formats.
 
@@ -194,6 +218,9 @@ def checked_inputs(
     outputs = _names("output_names", output_names)
     if names is not None and len(names) > len(tensors):
         message = f"input_names has {len(names)} names for {len(tensors)} input tensors"
+        raise ArgumentError(message)
+    if both_have := set(names or ()) & set(outputs or ()):
+        message = f"input_names and output_names both hold {min(both_have)!r}"
         raise ArgumentError(message)
     both = dynamic_shapes is not None and (dynamic_axes is not None or dynamic_batch)
     if both or (dynamic_axes is not None and dynamic_batch):
@@ -284,6 +311,9 @@ def _full_axes(axes: object) -> dict[str, dict[int, str]]:
         raise ArgumentTypeError(message)
     full: dict[str, dict[int, str]] = {}
     for name, of in axes.items():
+        if not isinstance(name, str):
+            message = f"dynamic_axes must have names of inputs and outputs as keys, not {name!r}"
+            raise ArgumentError(message)
         if isinstance(of, Mapping):
             full[name] = dict(of)
         elif isinstance(of, Sequence) and not isinstance(of, str):
@@ -291,7 +321,8 @@ def _full_axes(axes: object) -> dict[str, dict[int, str]]:
         else:
             full[name] = {-1: ""}
         for axis, dim in full[name].items():
-            if not isinstance(axis, int) or isinstance(axis, bool) or axis < 0 or not dim:
+            is_axis = isinstance(axis, int) and not isinstance(axis, bool) and axis >= 0
+            if not is_axis or not isinstance(dim, str) or not dim:
                 message = (
                     f"dynamic_axes of {name!r} must be {{axis: name}} or [axis], with axes from 0, "
                     f"not {of!r}"
@@ -312,12 +343,15 @@ def _check_axes(
     name: str, of: Mapping[int, str], inputs: Mapping[str, Tensor], outputs: list[str] | None
 ) -> None:
     if name in inputs:
-        dims = inputs[name].dim()
-        if max(of, default=0) >= dims:
-            message = f"dynamic_axes: {name!r} has {dims} dimensions, so no axis {max(of)}"
-            raise ArgumentError(message)
+        _check_axis(name, of, inputs[name].dim())
     elif name not in (outputs or ()):
         known = [*inputs, *(outputs or ())]
         close = did_you_mean(name, known)
         message = f"dynamic_axes: {name!r} is no input or output ({', '.join(known)}){close}"
+        raise ArgumentError(message)
+
+
+def _check_axis(name: str, of: Mapping[int, str], dims: int | None) -> None:
+    if of and dims is not None and max(of) >= dims:
+        message = f"dynamic_axes: {name!r} has {dims} dimensions, so no axis {max(of)}"
         raise ArgumentError(message)

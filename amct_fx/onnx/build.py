@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from amct_fx.errors import ExportError
 from amct_fx.nn.quantized import QuantizedLayer
-from amct_fx.onnx.arguments import FORMATS
+from amct_fx.onnx.arguments import FORMATS, check_outputs
 from amct_fx.onnx.ascend import check_for_atc, pack_weights, rewrite_for_ascend
 from amct_fx.onnx.fake_quant import lower_to_standard
 from amct_fx.onnx.fusing import drop_needless_clips, fold_unfused_weights, repeat_quantizers
@@ -60,6 +60,7 @@ def build(
         options: What else was asked for.
 
     Raises:
+        ArgumentError: The outputs do not have the names or axes that were asked for.
         ExportError: The exporter or the format cannot hold the model.
     """
     if format in ("ascend", "fake_quant", "qdq_pairs"):
@@ -76,6 +77,7 @@ def build(
         dynamic_shapes=inputs.dynamic_shapes,
     )
     graph = Graph(export_model(model, request))
+    check_outputs(graph.output_ranks(), inputs)
     calls = find_layers(graph, model)
     _check_found(model, calls)
     _BUILDERS[format](graph, calls, model, options)

@@ -5,13 +5,14 @@ Source: spec/deploy.md section 2.4.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from amct_fx.errors import ArgumentError, CalibrationError, InputDataError
+from amct_fx.errors import ArgumentError, ArgumentTypeError, CalibrationError, InputDataError
 from amct_fx.freezing import frozen_quantizers, replace_fake_quantizers
 from amct_fx.graph import fx_graph_of, guard_of, install_graph, layer_calls, regions
 from amct_fx.observers import ULQFakeQuantize
@@ -38,10 +39,11 @@ def quantize_outputs_on(model: nn.Module, data: Iterable[Any] | None) -> None:
 
     Raises:
         ArgumentError: There are no batches.
-        CalibrationError: A result is not finite.
+        ArgumentTypeError: ``data`` is no collection of batches.
+        CalibrationError: A batch or a result is not finite.
         InputDataError: A batch is neither a tensor nor a tuple, or does not fit the model.
     """
-    batches = [] if data is None else list(data)
+    batches = _batches(data)
     if not batches:
         message = (
             "format 'qdq_full' quantizes results too: give calibration_data, a list of batches, or "
@@ -66,8 +68,22 @@ def quantize_outputs_on(model: nn.Module, data: Iterable[Any] | None) -> None:
     model.eval()
 
 
+def _batches(data: object) -> list[Any]:
+    if data is None:
+        return []
+    if isinstance(data, (Tensor, str, Mapping)) or not isinstance(data, Iterable):
+        kind = type(data).__name__
+        message = f"calibration_data must be a list of batches, not {kind}; write [batch]"
+        raise ArgumentTypeError(message)
+    return list(data)
+
+
 def _run(model: nn.Module, batch: Any) -> None:
     arguments = positional(batch, model, "a batch of calibration_data")
+    for tensor in tree_leaves(arguments):
+        if isinstance(tensor, Tensor) and not bool(torch.isfinite(tensor).all()):
+            message = "a batch of calibration_data holds NaN or Inf, from which no range follows"
+            raise CalibrationError(message)
     try:
         model(*arguments)
     except CalibrationError:

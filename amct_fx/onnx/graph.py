@@ -57,6 +57,11 @@ class Graph:
         """Names of the outputs."""
         return [output.name for output in self.model.graph.output]
 
+    def output_ranks(self) -> list[int | None]:
+        """Return the number of dimensions of each output, ``None`` where it is not known."""
+        types = [output.type.tensor_type for output in self.model.graph.output]
+        return [len(kind.shape.dim) if kind.HasField("shape") else None for kind in types]
+
     def producer(self, tensor: str) -> NodeProto | None:
         """Return the node that makes a tensor, ``None`` for inputs and initializers."""
         if self._producers is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -28,6 +29,9 @@ __all__ = ["Exporter", "Request", "export_model", "opsets_for"]
 Exporter = Literal["auto", "dynamo", "torchscript"]
 
 logger = logging.getLogger("amct_fx")
+
+_NOISY = ("torch.onnx", "torch.export", "torch._guards", "onnxscript", "onnx_ir")
+"""Loggers that tell of failures, too, which here are exceptions or left to the other exporter."""
 
 
 @dataclass(frozen=True)
@@ -198,8 +202,12 @@ def opsets_for(
     return {"torchscript": opset, "dynamo": newer}
 
 
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+def _first_line(error: BaseException) -> str:
+    """Return what an error says first; of an exporter's report on a step, what went wrong there."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # colours of a terminal
+    if text.startswith("Failed to ") and error.__cause__ is not None:
+        return _first_line(error.__cause__)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     return text if len(text) <= 300 else f"{text[:297]}..."
 
@@ -218,10 +226,10 @@ def _plain_attention() -> Iterator[None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the exporters' notes, and the graphs they print, to themselves; errors come through."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    loggers = [logging.getLogger(name) for name in _NOISY]
     levels = [log.level for log in loggers]
     for log in loggers:
-        log.setLevel(logging.ERROR)
+        log.setLevel(logging.CRITICAL)
     graphs_printed = torch._C._jit_is_onnx_log_enabled()
     torch._C._jit_set_onnx_log_enabled(False)
     try:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from amct_fx.errors import AmctFileNotFoundError, ArgumentError, ExportError
+from amct_fx.errors import AmctFileNotFoundError, ArgumentError, ArgumentTypeError, ExportError
 from amct_fx.onnx.arguments import positional
 
 if TYPE_CHECKING:
@@ -41,6 +41,10 @@ _SQNR_OF_HALF = 40.0
 
 _SQNR_OF_FLOAT_STATE = 20.0
 """For LSTM and GRU nodes, whose hidden state stays float between the steps of the file."""
+
+
+_SQNR_OF_OUTPUT = 10.0
+"""End to end, where results that are quantized as well (``qdq_full``) give 20 and more."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +90,12 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether every layer of the file computes what the model's layer computes."""
-        return self.first_diverging is None
+        """Whether every layer computes what the model's layer computes, and so do the outputs.
+
+        Outputs that are far off although all layers agree mean that something differs which is not
+        quantized.
+        """
+        return self.first_diverging is None and self.output_sqnr >= _SQNR_OF_OUTPUT
 
     @property
     def first_diverging(self) -> str | None:
@@ -104,10 +112,11 @@ class Verification:
             ratios = f"{_decibels(row.sqnr)}  {_decibels(row.own_sqnr)}"
             text = f"{row.name:<{width}}  {equal:>8}  {largest:>7}  {ratios}"
             lines.append(f"{text}  {row.problem}" if row.problem else text)
-        first = self.first_diverging
-        found = (
-            "every layer agrees" if first is None else f"the first layer that differs is {first}"
-        )
+        found = "every layer agrees"
+        if self.first_diverging is not None:
+            found = f"the first layer that differs is {self.first_diverging}"
+        elif not self.passed:
+            found += ", but something that is not quantized differs"
         return "\n".join([*lines, f"{found}; output {_decibels(self.output_sqnr).strip()}"])
 
 
@@ -148,13 +157,7 @@ def verify_onnx(
         >>> [row.name for row in result.rows], result.passed
         (['0', '2'], True)
     """
-    name = os.fspath(path)
-    if not Path(name).exists():
-        message = f"there is no file {name}"
-        raise AmctFileNotFoundError(message)
-    if Path(name).is_dir():
-        message = f"{name} is a folder; give the path of an ONNX file"
-        raise ArgumentError(message)
+    name = _existing_file(path)
     inputs = positional(batch, model, "batch")
     if importlib.util.find_spec("onnxruntime") is None:
         message = "verify_onnx needs onnxruntime; pip install 'amct-fx[runtime]'"
@@ -172,6 +175,20 @@ def verify_onnx(
         outputs = zip(theirs.outputs, ours[""].outputs, strict=False)
         output_sqnr = min((_sqnr(a, b) for a, b in outputs), default=math.inf)
     return Verification(name, rows, output_sqnr)
+
+
+def _existing_file(path: object) -> str:
+    if not isinstance(path, (str, os.PathLike)):
+        message = f"path must be str or a path, not {type(path).__name__}"
+        raise ArgumentTypeError(message)
+    name = os.fspath(path)
+    if not Path(name).exists():
+        message = f"there is no file {name}"
+        raise AmctFileNotFoundError(message)
+    if Path(name).is_dir():
+        message = f"{name} is a folder; give the path of an ONNX file"
+        raise ArgumentError(message)
+    return name
 
 
 def _on_cpu(item: Any) -> Any:
@@ -217,8 +234,9 @@ def _sqnr(found: Tensor, expected: Tensor) -> float:
     """Return the signal to quantization noise ratio in dB."""
     if found.shape != expected.shape:
         return -math.inf
-    noise = (found.double() - expected.double()).square().sum().item()
-    signal = expected.double().square().sum().item()
+    equal = found == expected  # infinities, too
+    noise = (found.double() - expected.double()).masked_fill(equal, 0).square().sum().item()
+    signal = expected.double()[torch.isfinite(expected)].square().sum().item()
     if not math.isfinite(noise):
         return -math.inf
     if noise == 0:

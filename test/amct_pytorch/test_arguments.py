@@ -46,6 +46,18 @@ def test_a_prefix_is_as_long_as_a_file_name_allows(tmp_path: Path) -> None:
         save_paths("é" * longest)
 
 
+def test_folders_and_files_that_are_in_the_way_are_named(tmp_path: Path) -> None:
+    (tmp_path / "net_fake_quant_model.onnx").mkdir()
+    with pytest.raises(
+        ValueError, match=r"net_fake_quant_model.onnx' cannot be written, as a folder"
+    ):
+        save_paths(f"{tmp_path}/net")
+    (tmp_path / "file").write_text("")
+    for path in (f"{tmp_path}/file/net", f"{tmp_path}/file/more/net"):
+        with pytest.raises(ValueError, match=r"/file' is a file, not a folder"):
+            save_paths(path)
+
+
 @pytest.mark.parametrize("value", ["", "folder/", ".", "/"])
 def test_a_path_of_a_file_names_a_file(value: str) -> None:
     with pytest.raises(ValueError, match="record_file must name a file"):

@@ -121,7 +121,9 @@ def test_wrong_arguments(arguments: Any, kind: type[Exception], message: str) ->
     assert isinstance(caught.value, AmctError)
 
 
-@pytest.mark.parametrize("content", [b"", b"no checkpoint", pickle.dumps({"a": 1}, protocol=2)])
+@pytest.mark.parametrize(
+    "content", [b"", b"junk", b"no checkpoint", pickle.dumps({"a": 1}, protocol=2)]
+)
 def test_a_file_of_another_kind_is_an_error(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "net.pth"
     path.write_bytes(content)

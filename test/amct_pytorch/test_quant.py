@@ -208,6 +208,21 @@ def refused(
     assert sorted(folder.path.rglob("*")) == before
 
 
+def test_no_file_is_lost_under_another_one(arguments: dict[str, Any], folder: Folder) -> None:
+    config, text = Path(folder.config), Path(folder.config).read_text()
+    same = arguments | {"record_file": f"{config.parent}/./{config.name}"}
+    refused(
+        amct.create_quant_retrain_model, same, ValueError, "config_file and record_file are", folder
+    )
+    same = arguments | {"record_file": folder.pth, "pth_file": folder.pth}
+    refused(
+        amct.restore_quant_retrain_model, same, ValueError, "pth_file and record_file are", folder
+    )
+    with pytest.raises(ValueError, match="config_file and config_defination are the same file"):
+        amct.create_quant_retrain_config(str(config), PlainChain(), X, str(config))
+    assert config.read_text() == text
+
+
 @pytest.mark.parametrize(("changes", "kind", "message"), CREATE_ERRORS)
 def test_wrong_arguments_of_create(
     changes: Any, kind: Any, message: str, arguments: dict[str, Any], folder: Folder

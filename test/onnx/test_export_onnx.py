@@ -192,6 +192,12 @@ WRONG = [
     ({"input_names": ["x"], "dynamic_axes": {"x": 0}}, ArgumentError, "axes from 0"),
     ({"fold_unfused_weights": True, "format": "ascend"}, ArgumentError, "is for formats 'qdq'"),
     ({"dynamic_batch": True, "dynamic_axes": {}}, ArgumentError, "give only one of"),
+    ({"dynamic_axes": {3: {0: "n"}}}, ArgumentError, "as keys, not 3"),
+    ({"input_names": ["x"], "dynamic_axes": {"x": {0: 3}}}, ArgumentError, "axes from 0"),
+    ({"input_names": ["x"], "output_names": ["x"]}, ArgumentError, "both hold 'x'"),
+    ({"output_names": ["a", "b"]}, ArgumentError, "2 names for 1 output"),
+    ({"output_names": ["a", "b"], "format": "ascend"}, ArgumentError, "2 names for 1 output"),
+    ({"output_names": ["y"], "dynamic_axes": {"y": {9: "n"}}}, ArgumentError, "so no axis 9"),
 ]
 
 
@@ -233,6 +239,21 @@ def test_inputs_that_do_not_fit_are_an_error_of_the_exporter(prepared, tmp_path)
     with pytest.raises(ExportError, match=r"torch.onnx.export cannot write this model \(dynamo: "):
         export_onnx(prepared, rand(2, 5, 8, 8), tmp_path / "m.onnx")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_exporter_says_what_went_wrong_and_not_only_where(prepared, tmp_path):
+    with pytest.raises(
+        ExportError, match=r"dynamo: .*expected input.* to have 3 channels"
+    ) as caught:
+        export_onnx(prepared, rand(2, 5, 8, 8), tmp_path / "m.onnx")
+    assert "\x1b" not in str(caught.value)
+    assert "This is step" not in str(caught.value)
+
+
+def test_a_file_in_place_of_a_folder_is_named(prepared, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match=r"is a file, not a folder: '.*/file'"):
+        export_onnx(prepared, example(), tmp_path / "file" / "m.onnx", format="ascend")
 
 
 def test_an_error_leaves_the_old_file(prepared, tmp_path, monkeypatch):

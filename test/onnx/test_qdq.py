@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from amct_fx import (
     ArgumentError,
+    ArgumentTypeError,
+    CalibrationError,
     ExportError,
     InputDataError,
     convert_amct,
@@ -110,6 +112,12 @@ def test_qdq_full_needs_ranges_and_other_formats_none(path):
     for batch, text in (([], "not list"), ({}, "missing a required"), (rand(2, 9), "cannot run")):
         with pytest.raises(InputDataError, match=f"batch of calibration_data.*{text}|{text}"):
             export_onnx(model, example(), path, format="qdq_full", calibration_data=[batch])
+    for data, kind in ((example(), "Tensor"), (3, "int"), ("abc", "str"), ({}, "dict")):
+        with pytest.raises(ArgumentTypeError, match=f"must be a list of batches, not {kind}"):
+            export_onnx(model, example(), path, format="qdq_full", calibration_data=data)
+    bad = [example() * torch.inf]
+    with pytest.raises(CalibrationError, match="holds NaN or Inf"):
+        export_onnx(model, example(), path, format="qdq_full", calibration_data=bad)
     with pytest.raises(ArgumentError, match="calibration_data is for format 'qdq_full'"):
         export_onnx(model, example(), path, calibration_data=[example()])
     trained = prepare_qat_amct(Net(), outputs="quantize")

@@ -12,6 +12,7 @@ from torch import nn
 from amct_fx import (
     AmctFileNotFoundError,
     ArgumentError,
+    ArgumentTypeError,
     ExportError,
     InputDataError,
     convert_amct,
@@ -150,6 +151,36 @@ def test_a_corrupted_layer_is_found_and_named(model, path, format, change, layer
     assert f"the first layer that differs is {layer}" in str(result)
 
 
+def test_outputs_that_differ_behind_equal_layers_do_not_pass(path):
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)).eval()
+    prepared = prepare_qat_amct(net)
+    prepared(rand(16, 4))
+    export_onnx(prepared, rand(16, 4), path, format="ascend", exporter="torchscript")
+    assert verify_onnx(path, prepared, rand(16, 4)).passed
+    corrupted(path, scale_constant("1.weight", 2.0))
+    result = verify_onnx(path, prepared, rand(16, 4))
+    assert result.first_diverging is None
+    assert not result.passed
+    assert "something that is not quantized differs" in str(result)
+
+
+def test_outputs_may_be_infinite_where_the_model_says_so(path):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 6)
+
+        def forward(self, x):
+            return self.fc(x).masked_fill(torch.arange(6) > 3, -torch.inf)
+
+    prepared = prepare_qat_amct(Masked())
+    prepared(rand(16, 4))
+    export_onnx(prepared, rand(16, 4), path, format="fake_quant")
+    result = verify_onnx(path, prepared, rand(16, 4))
+    assert result.passed
+    assert result.output_sqnr > 60
+
+
 def test_the_table_has_a_line_for_each_layer(model, path):
     export_onnx(model, example(16), path, format="fake_quant")
     lines = str(verify_onnx(path, model, example(16))).splitlines()
@@ -167,6 +198,8 @@ def test_the_model_is_not_changed(model, path):
 
 
 def test_what_is_no_file_of_the_model_is_refused(model, path, tmp_path):
+    with pytest.raises(ArgumentTypeError, match="path must be str or a path, not NoneType"):
+        verify_onnx(None, model, example(16))
     with pytest.raises(AmctFileNotFoundError, match="there is no file"):
         verify_onnx(path, model, example())
     with pytest.raises(ArgumentError, match="is a folder"):
