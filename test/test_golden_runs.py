@@ -93,8 +93,14 @@ def test_the_converted_model_has_the_recorded_scales(run):
         assert torch.allclose(layer.weight_scale.expand_as(expected), expected, rtol=1e-5)
     output = converted(run.x_fixed)
     spread = float(run.y_eval.max() - run.y_eval.min())
-    # int32 biases move values, and so a code here and there
-    assert (output - run.y_eval).abs().max() <= 0.015 * spread
+    # int32 biases move values, and so a code here and there, also of the last layer's input
+    assert (output - run.y_eval).abs().max() <= 0.01 * spread + effect_of_one_code(layer)
+
+
+def effect_of_one_code(layer: nn.Module) -> float:
+    """Return how far one input code that falls to the other side can move an output."""
+    weights = layer.weight_codes.abs().amax() * layer.weight_scale.amax()
+    return float(layer.input_quantize.scale * weights)
 
 
 def output_step(run: Run) -> float:
