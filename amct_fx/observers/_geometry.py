@@ -77,8 +77,8 @@ def from_output_major(rows: Tensor, *, ch_axis: int | None = None, groups: int =
     _check(rows, ch_axis, groups)
     if ch_axis != 1:
         return rows
-    weight: Tensor = rows.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
-    return weight
+    # A view, as ONNX has no unflatten before operator set 13.
+    return rows.view(groups, -1, *rows.shape[1:]).transpose(1, 2).flatten(0, 1)
 
 
 def count_rows(weight: Tensor, ch_axis: int | None, groups: int) -> int:

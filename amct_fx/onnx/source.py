@@ -71,12 +71,10 @@ def export_model(model: nn.Module, request: Request) -> onnx.ModelProto:
                 torch.no_grad(),
                 TemporaryDirectory() as folder,
             ):
-                made = run(model, request, opset, Path(folder) / "model.onnx")
+                return _checked(run(model, request, opset, Path(folder) / "model.onnx"), opset)
         except Exception as error:  # whatever the exporter or the user's forward raises
             logger.info("the %s exporter failed: %s", exporter, error)
             failures.append((exporter, error))
-            continue
-        return _checked(made, opset)
     reasons = "; ".join(f"{name}: {_first_line(error)}" for name, error in failures)
     message = f"torch.onnx.export cannot write this model ({reasons})"
     raise ExportError(message) from failures[0][1]
@@ -87,10 +85,7 @@ def _checked(made: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     written = next(item.version for item in made.opset_import if not item.domain)
     if written == opset:
         return made
-    message = (
-        f"the exporter wrote opset {written} instead of {opset}, which it could not "
-        f"convert to; ask for opset {written}, or for exporter='torchscript'"
-    )
+    message = f"it wrote opset {written}, which it could not convert to {opset}; ask for {written}"
     raise ExportError(message)
 
 
@@ -162,18 +157,27 @@ def _with_two(request: Request) -> tuple[Any, ...]:
 def _export_torchscript(
     model: nn.Module, request: Request, opset: int, path: Path
 ) -> onnx.ModelProto:
-    torch.onnx.export(
-        model,
-        request.args,
-        str(path),
-        dynamo=False,
-        opset_version=opset,
-        input_names=request.input_names,
-        output_names=request.output_names,
-        dynamic_axes=request.dynamic_axes,
-        external_data=True,
-    )
+    quiet = model.register_forward_pre_hook(_print_no_graphs)  # inside of what turns them on
+    try:
+        torch.onnx.export(
+            model,
+            request.args,
+            str(path),
+            dynamo=False,
+            opset_version=opset,
+            input_names=request.input_names,
+            output_names=request.output_names,
+            dynamic_axes=request.dynamic_axes,
+            external_data=True,
+        )
+    finally:
+        quiet.remove()
     return onnx.load(path)
+
+
+def _print_no_graphs(*_: Any) -> None:
+    """Keep the older exporter from printing its graph when it fails, which it always turns on."""
+    torch._C._jit_set_onnx_log_enabled(False)
 
 
 def opsets_for(
@@ -231,7 +235,6 @@ def _quiet() -> Iterator[None]:
     for log in loggers:
         log.setLevel(logging.CRITICAL)
     graphs_printed = torch._C._jit_is_onnx_log_enabled()
-    torch._C._jit_set_onnx_log_enabled(False)
     try:
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")

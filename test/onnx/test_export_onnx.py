@@ -358,10 +358,30 @@ def test_attention_is_written_without_its_fused_kernel(format, tmp_path):
     assert verify_onnx(tmp_path / "m.onnx", model, x).passed
 
 
+def test_what_each_exporter_said_is_told_and_no_graph_is_printed(tmp_path, capfd):
+    x = rand(2, 6, 16)
+    model = prepare_qat_amct(Attend().eval())
+    model(x)
+    said = r"torchscript: .*opset version 11 is not supported.*; dynamo: it wrote opset 18"
+    with pytest.raises(ExportError, match=said):
+        export_onnx(model, x, tmp_path / "m.onnx", format="ascend", opset=11)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("format", ["ascend", "fake_quant"])
+def test_grouped_transposed_convolutions_go_down_to_operator_set_11(format, tmp_path):
+    x = rand(2, 4, 6, 6)
+    model = prepare_qat_amct(nn.Sequential(nn.ConvTranspose2d(4, 6, 3, groups=2)))
+    model(x)
+    export_onnx(model, x, tmp_path / "m.onnx", format=format, opset=11)
+    assert onnx.load(tmp_path / "m.onnx").opset_import[0].version == 11
+    assert verify_onnx(tmp_path / "m.onnx", model, x).passed
+
+
 def test_a_default_opset_gives_way_to_the_exporter(prepared, tmp_path):
     export_onnx(prepared, example(), tmp_path / "m.onnx", format="ascend", exporter="dynamo")
     assert onnx.load(tmp_path / "m.onnx").opset_import[0].version == 18
-    with pytest.raises(ExportError, match="wrote opset 18 instead of 16"):
+    with pytest.raises(ExportError, match="wrote opset 18, which it could not convert to 16"):
         export_onnx(
             prepared, example(), tmp_path / "n.onnx", format="ascend", exporter="dynamo", opset=16
         )
