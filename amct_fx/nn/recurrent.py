@@ -18,10 +18,13 @@ from torch.nn.utils.rnn import PackedSequence
 
 from amct_fx.errors import ModelError, ModelTypeError
 
-__all__ = ["Gates", "HiddenState", "check_input", "run_recurrent", "unsupported_form"]
+__all__ = ["ONNX_GATES", "Gates", "HiddenState", "check_input", "run_recurrent", "unsupported_form"]
 
 HiddenState: TypeAlias = "Tensor | tuple[Tensor, Tensor] | None"
 """``h`` of a GRU, ``(h, c)`` of an LSTM, each ``[1, B, H]``; ``None`` means zeros."""
+
+ONNX_GATES = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2)}
+"""ONNX's gates as indices into torch's: LSTM i, o, f, g of i, f, g, o; GRU z, r, n of r, z, n."""
 
 _State: TypeAlias = "tuple[Tensor, ...]"
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from onnx import NodeProto, helper, numpy_helper
 from torch import nn
@@ -24,6 +23,7 @@ from amct_fx.onnx.numbers import (
     dequant_scale,
     pack_int4,
     packing_axis,
+    scale_bits,
     unpack_int4,
     weight_codes,
 )
@@ -32,6 +32,7 @@ from amct_fx.onnx.recurrent import recurrent_node
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from amct_fx.nn.quantized import QuantizedLayer
@@ -187,16 +188,6 @@ def _dequantize(graph: Graph, call: LayerCall) -> None:
         dtype=int(call.layer.dtype == torch.float16),
     )
     graph.append_after(last, [node])
-
-
-def scale_bits(scale: NDArray[np.float32]) -> NDArray[np.uint64]:
-    """Return dequantization scales as ATC reads them: the float32 pattern in the low 32 bits.
-
-    Example:
-        >>> scale_bits(np.array([1.889783379738219e-05], np.float32))
-        array([933136074], dtype=uint64)
-    """
-    return scale.astype(np.float32).view(np.uint32).astype(np.uint64)
 
 
 def _replace_recurrent(graph: Graph, call: LayerCall) -> None:

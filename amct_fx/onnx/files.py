@@ -47,11 +47,11 @@ def write_model(
     with ExitStack() as stack:
         # Entered first, so it is the last to be renamed.
         file = stack.enter_context(replacing(target))
-        size = _size(model)
+        size, taken = _size(model), set[str]()
         for tensor in _by_size(model):
             if size < max_bytes:
                 break
-            name = f"{_file_name(tensor.name)}_{suffix}.external"
+            name = f"{_file_name(tensor.name, taken)}_{suffix}.external"
             size -= _move_out(tensor, name, stack.enter_context(replacing(target.parent / name)))
         file.write(model.SerializeToString())
 
@@ -79,6 +79,10 @@ def _move_out(tensor: TensorProto, name: str, file: IO[bytes]) -> int:
     return len(data)
 
 
-def _file_name(tensor: str) -> str:
-    """Return a tensor's name without what cannot stand in the name of a file."""
-    return re.sub(r"[^\w.\-]", "_", tensor)[:200]
+def _file_name(tensor: str, taken: set[str]) -> str:
+    """Return a tensor's name without what cannot stand in the name of a file, not ``taken``."""
+    start = name = re.sub(r"[^\w.\-]", "_", tensor)[:200]
+    while name in taken:
+        name = f"{start}_{len(taken)}"
+    taken.add(name)
+    return name

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor, nn
 
+from amct_fx.nn.recurrent import ONNX_GATES
 from amct_fx.observers.functional import from_output_major
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from amct_fx.nn.quantized_layer import Quantize, QuantizedLayer
 
 __all__ = [
-    "GATE_ORDER",
     "Range",
     "activation_range",
     "bias_codes",
@@ -27,12 +27,10 @@ __all__ = [
     "dequant_scale",
     "pack_int4",
     "packing_axis",
+    "scale_bits",
     "unpack_int4",
     "weight_codes",
 ]
-
-GATE_ORDER = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2)}
-"""ONNX's gates as indices into torch's: LSTM i, o, f, g of i, f, g, o; GRU z, r, n of r, z, n."""
 
 _KEPT_BITS = np.uint32(0xFFFFE000)
 _HALF_STEP = np.uint32(0x1000)
@@ -128,7 +126,7 @@ def dequant_scale(layer: QuantizedLayer, quantize: Quantize, part: str = "") -> 
     if common is not None:
         return np.array([common * np.float32(float(quantize.scale))], np.float32)
     if isinstance(layer, nn.RNNBase):
-        gates = len(GATE_ORDER[layer.mode])
+        gates = len(ONNX_GATES[layer.mode])
         return np.repeat(product, gates) if product.size == 1 else _onnx_gates(product, layer.mode)
     return product
 
@@ -154,6 +152,16 @@ def packing_axis(layer: QuantizedLayer) -> int:
     if isinstance(layer, nn.RNNBase):
         return 2
     return 1 if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) else 0
+
+
+def scale_bits(scale: NDArray[np.float32]) -> NDArray[np.uint64]:
+    """Return dequantization scales as ATC reads them: the float32 pattern in the low 32 bits.
+
+    Example:
+        >>> scale_bits(np.array([1.889783379738219e-05], np.float32))
+        array([933136074], dtype=uint64)
+    """
+    return scale.astype(np.float32).view(np.uint32).astype(np.uint64)
 
 
 def pack_int4(codes: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
@@ -189,7 +197,7 @@ def unpack_int4(packed: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
 
 def _onnx_gates(array: NDArray[Any], mode: str) -> NDArray[Any]:
     """Reorder the gates, which are stacked along axis 0."""
-    order = GATE_ORDER[mode]
+    order = ONNX_GATES[mode]
     return np.concatenate([np.split(array, len(order))[gate] for gate in order])
 
 

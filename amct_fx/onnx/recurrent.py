@@ -20,6 +20,7 @@ from amct_fx.onnx.numbers import (
     activation_range,
     bias_codes,
     dequant_scale,
+    scale_bits,
     weight_codes,
 )
 
@@ -161,5 +162,5 @@ def _params(graph: Graph, call: LayerCall) -> str:
             _PARTS, (layer.input_quantizer, layer.hidden_quantize), strict=True
         )
     ]
-    bits = np.concatenate(scales).astype(np.float32).view(np.uint32).astype(np.uint64)
-    return graph.add_initializer(f"{call.path_name}.dequant.param", bits)
+    params = scale_bits(np.concatenate(scales))
+    return graph.add_initializer(f"{call.path_name}.dequant.param", params)

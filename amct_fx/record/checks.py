@@ -13,7 +13,8 @@ from amct_fx.checks import check_prepared_model
 from amct_fx.errors import RecordError, did_you_mean
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import QuantizedLayer
-from amct_fx.record.layers import GATE_ORDER, LayerRecord
+from amct_fx.nn.recurrent import ONNX_GATES
+from amct_fx.record.layers import LayerRecord
 from amct_fx.record.message import read_record_message
 
 __all__ = ["read_record"]
@@ -154,7 +155,7 @@ def _check_weight(value: Any, suffix: str, layer: nn.Module | None) -> None:
 def _numbers_of_scales(layer: Any) -> tuple[int, ...]:
     """Return how many scales the weight of a layer may have."""
     if isinstance(layer, nn.RNNBase):
-        gates = len(GATE_ORDER[layer.mode])
+        gates = len(ONNX_GATES[layer.mode])
         return (1, gates, gates * layer.hidden_size)
     return (1, layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels)
 

@@ -12,11 +12,9 @@ from amct_fx.checks import check_prepared_model
 from amct_fx.convert import convert_amct
 from amct_fx.graph import GraphForward, fx_graph_of, module_of
 from amct_fx.nn.quantized import Quantize, QuantizedLayer
+from amct_fx.nn.recurrent import ONNX_GATES
 
-__all__ = ["GATE_ORDER", "LayerRecord", "execution_order", "layer_records"]
-
-GATE_ORDER = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2)}
-"""Where the record has the gates of torch: LSTM (i, o, f, g), GRU (z, r, n), as ONNX."""
+__all__ = ["LayerRecord", "execution_order", "layer_records"]
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ def _record_of(name: str, layer: QuantizedLayer) -> LayerRecord:
 
 def _record_scales(layer: QuantizedLayer, scale: Tensor) -> tuple[float, ...]:
     """Return the scales of a weight; of an LSTM or GRU at least one for each gate."""
-    order = GATE_ORDER.get(layer.float_class.__name__)
+    order = ONNX_GATES.get(layer.float_class.__name__)
     if order is not None:
         blocks = scale.expand(len(order)) if scale.numel() == 1 else scale
         chunks = blocks.chunk(len(order))

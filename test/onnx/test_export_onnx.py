@@ -301,6 +301,18 @@ def test_what_is_too_large_for_one_file_lies_beside_it(prepared, tmp_path, forma
         )
 
 
+def test_tensors_beside_a_file_share_no_file_though_their_names_look_alike(tmp_path):
+    weights = {name: np.full(64, i, np.float32) for i, name in enumerate(("a/b", "a_b", "a:b"))}
+    node = onnx.helper.make_node("Sum", list(weights), ["y"])
+    output = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [64])
+    constants = [onnx.numpy_helper.from_array(value, name) for name, value in weights.items()]
+    graph = onnx.helper.make_graph([node], "g", [], [output], constants)
+    write_model(onnx.helper.make_model(graph), tmp_path / "m.onnx", suffix="qdq", max_bytes=300)
+    assert len(list(tmp_path.iterdir())) == 4
+    for tensor in onnx.load(tmp_path / "m.onnx").graph.initializer:
+        assert (onnx.numpy_helper.to_array(tensor) == weights[tensor.name]).all()
+
+
 class TwoInputs(nn.Module):
     """Takes a mask by name, a flag, and inputs inside a tuple; returns a dict."""
 
