@@ -6,6 +6,7 @@ Source: spec/deploy.md section 2.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import io
 import logging
 import re
@@ -20,7 +21,7 @@ from typing import Any, Literal
 import onnx
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from amct_fx.errors import ExportError
 
@@ -157,27 +158,55 @@ def _with_two(request: Request) -> tuple[Any, ...]:
 def _export_torchscript(
     model: nn.Module, request: Request, opset: int, path: Path
 ) -> onnx.ModelProto:
-    quiet = model.register_forward_pre_hook(_print_no_graphs)  # inside of what turns them on
-    try:
+    names = request.input_names or _argument_names(model, request)
+    with _forward_of_tensors(model, request.args) as tensors:
         torch.onnx.export(
             model,
-            request.args,
+            tensors,
             str(path),
             dynamo=False,
             opset_version=opset,
-            input_names=request.input_names,
+            input_names=names,
             output_names=request.output_names,
             dynamic_axes=request.dynamic_axes,
             external_data=True,
         )
-    finally:
-        quiet.remove()
     return onnx.load(path)
 
 
-def _print_no_graphs(*_: Any) -> None:
-    """Keep the older exporter from printing its graph when it fails, which it always turns on."""
-    torch._C._jit_set_onnx_log_enabled(False)
+def _argument_names(model: nn.Module, request: Request) -> list[str] | None:
+    """Name inputs by the arguments of ``forward``, as the newer exporter does."""
+    names: list[str] = []
+    for name, value in inspect.signature(model.forward).bind(*request.args).arguments.items():
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        single = isinstance(value, Tensor)
+        names += [name] if single else [f"{name}_{i}" for i in range(len(tensors))]
+    taken = len(set(names)) < len(names) or not set(names).isdisjoint(request.output_names or ())
+    return None if taken else names
+
+
+@contextmanager
+def _forward_of_tensors(model: nn.Module, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, ...]]:
+    """Let ``forward`` of our own copy take only the tensors of ``args``, and yield these.
+
+    The older exporter makes inputs of numbers and of defaults, too.
+    """
+    leaves, tree = tree_flatten(args)
+    forward, own = model.forward, model.__dict__.get("forward")
+
+    def run(*tensors: Tensor) -> Any:
+        torch._C._jit_set_onnx_log_enabled(False)  # it prints its graphs; here they are turned on
+        given = iter(tensors)
+        filled = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return forward(*tree_unflatten(filled, tree))
+
+    model.__dict__["forward"] = run
+    try:
+        yield tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    finally:
+        del model.__dict__["forward"]
+        if own is not None:
+            model.__dict__["forward"] = own
 
 
 def opsets_for(

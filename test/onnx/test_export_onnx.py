@@ -353,6 +353,31 @@ def test_nested_inputs_names_of_arguments_and_dicts_of_results(format, tmp_path)
         assert torch.allclose(twice, 2 * once)
 
 
+class Scaled(nn.Module):
+    """Takes a number between two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x, factor=2.0, mask=None):
+        y = self.fc(x) * factor
+        return y if mask is None else y * mask
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("args", [(rand(2, 4),), (rand(2, 4), 0.5, rand(3))])
+def test_numbers_are_constants_and_inputs_have_the_names_of_arguments(args, exporter, tmp_path):
+    model = prepare_qat_amct(Scaled(), None, args)
+    model(*args)
+    path = tmp_path / "m.onnx"
+    export_onnx(model, args, path, format="fake_quant", exporter=exporter)
+    tensors = [item for item in args if isinstance(item, torch.Tensor)]
+    assert [item.name for item in onnx.load(path).graph.input] == ["x", "mask"][: len(tensors)]
+    assert torch.allclose(run(path, *tensors)[0], convert_amct(model)(*args), atol=1e-5)
+    assert verify_onnx(path, model, args).passed
+
+
 def test_a_failed_exporter_prints_nothing(prepared, tmp_path, capsys):
     with pytest.raises(ExportError):
         export_onnx(prepared, rand(2, 5, 8, 8), tmp_path / "m.onnx", exporter="torchscript")
