@@ -254,11 +254,19 @@ def _compare_islands(found: list[str], saved: list[str] | None, path: str) -> No
 
 
 def _read(path: str | os.PathLike[str], map_location: Any) -> dict[str, Any]:
+    name = os.fspath(path)
     try:
         content = torch.load(path, map_location=map_location, weights_only=True)
-    except (pickle.UnpicklingError, EOFError, RuntimeError, KeyError, ValueError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        message = f"{os.fspath(path)} is no checkpoint: {reason}"
+    except FileNotFoundError as error:
+        error.strerror = "there is no such checkpoint"
+        raise
+    except IsADirectoryError as error:
+        message = f"{name} is a folder; give the path of a checkpoint"
+        raise CheckpointError(message) from error
+    except OSError:
+        raise
+    except Exception as error:  # unpickling foreign bytes raises many classes
+        message = f"{name} is no checkpoint: {_why_unreadable(error)}"
         raise CheckpointError(message) from error
     version = content.get("amct_fx_checkpoint") if isinstance(content, dict) else None
     if not isinstance(version, int):
@@ -272,6 +280,15 @@ def _read(path: str | os.PathLike[str], map_location: Any) -> dict[str, Any]:
         raise CheckpointError(message)
     checkpoint: dict[str, Any] = content
     return checkpoint
+
+
+def _why_unreadable(error: Exception) -> str:
+    """Return one sentence; torch's own is an advice of many lines to trust the file."""
+    if isinstance(error, EOFError):
+        return "it is empty or cut off"
+    if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
+        return "it holds Python objects, such as a whole model, not only tensors and plain data"
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def compare_states(expected: Mapping[str, Any], found: Mapping[str, Any], path: str) -> None:

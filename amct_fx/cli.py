@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from traceback import format_exception
 from typing import TYPE_CHECKING, Annotated, Any
 
 import amct_fx
@@ -48,8 +49,12 @@ class _Commands(TyperGroup):
             if ctx.params["traceback"]:
                 raise
             notes: list[str] = getattr(error, "__notes__", [])
-            typer.echo("\n".join([f"error: {error}", *notes]), err=True)
+            typer.echo("\n".join([f"error: {_sentence(error)}", *notes]), err=True)
             raise typer.Exit(1) from error
+        except typer.BadParameter as error:
+            if ctx.params["traceback"] and error.__cause__ is not None:
+                typer.echo("".join(format_exception(error.__cause__)), err=True)
+            raise
 
 
 app = typer.Typer(
@@ -62,6 +67,13 @@ app = typer.Typer(
 app.add_typer(cli_config.app, name="config")
 cli_report.add_commands(app)
 cli_deploy.add_commands(app)
+
+
+def _sentence(error: Exception) -> str:
+    """Return the message of an error; one of the system without its number."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from torch.ao.quantization import FakeQuantizeBase
 
 from amct_fx.backends import Backend, lowering_for
 from amct_fx.checks import check_prepared_model
+from amct_fx.config.messages import listing
 from amct_fx.copying import copy_model
 from amct_fx.distributed import RangeMerger
 from amct_fx.errors import ConvertError
@@ -104,7 +105,7 @@ def _check_calibrated(model: nn.Module) -> None:
     )
     if waiting:
         message = (
-            f"the input ranges of {', '.join(waiting)} were never calibrated; run at least "
+            f"the input ranges of {listing(waiting, limit=5)} were never calibrated; run at least "
             "batch_num forward passes on real data before convert_amct"
         )
         raise ConvertError(message)

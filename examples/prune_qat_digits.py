@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 import torch
+from example_tools import print_table
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -96,12 +97,16 @@ def latency(path: Path, images: Tensor, *, repeats: int = 20) -> float:
     return 1000 * min(times)
 
 
-def report(name: str, model: nn.Module, path: Path, test: tuple[Tensor, Tensor]) -> None:
-    """Print accuracy, size and latency of a model and its file."""
-    right = accuracy(model, *test)
-    kilobytes = path.stat().st_size / 1024
-    took = latency(path, test[0][:64])
-    print(f"{name:12} accuracy {right:.4f}  file {kilobytes:7.1f} KiB  latency {took:6.2f} ms")
+def measured(
+    name: str, model: nn.Module, path: Path, test: tuple[Tensor, Tensor]
+) -> dict[str, object]:
+    """Return accuracy, size and latency of a model and its file, a row of the table."""
+    return {
+        "model": name,
+        "accuracy": accuracy(model, *test),
+        "file, KiB": f"{path.stat().st_size / 1024:.1f}",
+        "latency, ms": f"{latency(path, test[0][:64]):.2f}",
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -123,14 +128,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         path = Path(folder) / "float.onnx"
         example = (images[:64],)
         torch.onnx.export(model.eval(), example, path, external_data=False, dynamo=True)
-        report("float", model, path, test_set)
+        rows = [measured("float", model, path, test_set)]
 
     print(amct_fx.prune_plan(model, CONFIG, images[:2]))
     pruned = amct_fx.prepare_qat_amct(model, CONFIG, images[:2])
     train(pruned, *train_set, epochs=options.epochs, lr=1e-3)
     pruned = amct_fx.convert_amct(pruned)
     amct_fx.export_onnx(pruned, images[:64], options.output)
-    report("pruned INT8", pruned, Path(options.output), test_set)
+    rows.append(measured("pruned INT8", pruned, Path(options.output), test_set))
+    print_table("Digits, held-out half; batches of 64 in onnxruntime", rows)
 
 
 if __name__ == "__main__":

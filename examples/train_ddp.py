@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from example_tools import print_table
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
@@ -90,8 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         equal = all(torch.equal(gathered[0], other) for other in gathered)
         print(f"clips equal on {len(gathered)} ranks: {equal}")
         converted = amct_fx.convert_amct(prepared)
-        print(f"prepared {accuracy(prepared, test_set):.4f}")
-        print(f"converted {accuracy(converted, test_set):.4f}")
+        models = {"prepared": prepared, "converted": converted}
+        rows = [{"model": n, "accuracy": accuracy(m, test_set)} for n, m in models.items()]
+        print_table(f"Digits, trained on {len(gathered)} ranks", rows)
         if not equal:
             raise SystemExit(1)
     dist.destroy_process_group()

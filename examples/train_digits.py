@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Sequence
 
 import torch
+from example_tools import print_table
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -75,14 +76,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     model: nn.Module = make_model()
     train(model, *train_set, epochs=options.epochs, lr=3e-3)
-    print(f"float accuracy {accuracy(model, *test_set):.4f}")
+    float_accuracy = accuracy(model, *test_set)
 
     model = amct_fx.prepare_qat_amct(model, CONFIG)
     train(model, *train_set, epochs=options.epochs, lr=3e-4)
     model = amct_fx.convert_amct(model)
     torch.onnx.export(model, (images[:2],), options.output, external_data=False, dynamo=True)
 
-    print(f"INT8 accuracy  {accuracy(model, *test_set):.4f}, written to {options.output}")
+    rows = [
+        {"model": "float", "accuracy": float_accuracy},
+        {"model": "INT8", "accuracy": accuracy(model, *test_set)},
+    ]
+    print_table(f"Digits, held-out half; the file is {options.output}", rows)
 
 
 if __name__ == "__main__":

@@ -92,11 +92,22 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     torch.save(Net().state_dict(), tmp_path / "state.pt")
     with pytest.raises(CheckpointError, match="not written by save_checkpoint"):
         load_checkpoint(tmp_path / "state.pt", Net())
-    (tmp_path / "text.pt").write_text("hello")
-    with pytest.raises(CheckpointError, match="no checkpoint"):
-        load_checkpoint(tmp_path / "text.pt", Net())
-    with pytest.raises(FileNotFoundError):
+    torch.save(Net(), tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match="it holds Python objects, such as a whole model"):
+        load_checkpoint(tmp_path / "model.pt", Net())
+    with pytest.raises(CheckpointError, match="is a folder; give the path of a checkpoint"):
+        load_checkpoint(tmp_path, Net())
+    with pytest.raises(FileNotFoundError, match="there is no such checkpoint"):
         load_checkpoint(tmp_path / "missing.pt", Net())
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"hello", b'skip_layers: "nope*"\n', b"PK\x03\x04 cut off"]
+)
+def test_whatever_bytes_a_file_holds_the_message_is_that_it_is_no_checkpoint(tmp_path, content):
+    (tmp_path / "junk.pt").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"junk\.pt is no checkpoint: \w"):
+        load_checkpoint(tmp_path / "junk.pt", Net())
 
 
 def test_a_newer_format_is_refused(tmp_path):

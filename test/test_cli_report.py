@@ -132,7 +132,10 @@ def test_pictures_need_data_and_matplotlib() -> None:
         (("summary", "qat.pt"), 2, "holds no code: say what makes the float model"),
         (("summary", "qat.pt", "--model", MODEL, "--cfg", "a.cfg"), 2, "leave --cfg out"),
         (("summary", MODEL, "--model", MODEL), 2, "MODEL is no file"),
-        (("summary", MODEL, "--cfg", "missing.cfg"), 1, "missing.cfg"),
+        (("summary", MODEL, "--cfg", "missing.cfg"), 1, "error: missing.cfg: there is no such"),
+        (("summary", "missing.pt", "--model", MODEL), 1, "error: missing.pt: there is no such"),
+        (("summary", ".", "--model", MODEL), 1, "error: . is a folder; give the path of a"),
+        (("config", "convert", "a.cfg", "."), 1, "error: .: this is a folder; name a file in it"),
         (("summary", "text.pt", "--model", MODEL), 1, "text.pt is no checkpoint"),
         (("analyze", PREPARED), 2, "--data"),
         (("analyze", PREPARED, "--data", "test.cli_models:number"), 1, "iterable of batches"),
@@ -157,6 +160,7 @@ def test_mistakes_are_messages_without_a_traceback(
     checkpoint: str, arguments: tuple[str, ...], code: int, message: str
 ) -> None:
     Path("text.pt").write_text("no checkpoint")
+    Path("a.cfg").write_text("batch_num: 2")
     result = run(*arguments)
     assert result.exit_code == code
     assert message in plain(result.stderr)
@@ -167,6 +171,14 @@ def test_the_traceback_of_an_error_can_be_asked_for() -> None:
     result = run("--traceback", "summary", "test.cli_models:make_trouble")
     assert isinstance(result.exception, AmctError)
     assert isinstance(result.exception.__cause__, RuntimeError)
+
+
+def test_the_traceback_of_a_name_that_cannot_be_imported_can_be_asked_for() -> None:
+    Path("needs_more.py").write_text("import a_package_that_is_missing\n")
+    result = run("--traceback", "summary", "needs_more:make")
+    assert result.exit_code == 2
+    assert 'needs_more.py", line 1' in result.stderr
+    assert "names nothing that can be imported" in plain(result.stderr)
 
 
 @pytest.mark.parametrize(

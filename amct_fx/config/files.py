@@ -136,6 +136,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     Args:
         path: The file to write.
 
+    Raises:
+        IsADirectoryError: It is a folder.
+
     Example:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     with replacing(f"{folder}/new/file") as file:
@@ -144,6 +147,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         b'content'
     """
     target = Path(path)
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "this is a folder; name a file in it", str(target))
     make_folder(target.parent)
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=".amct-fx-")
     try:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from amct_fx.errors import AmctWarning
 
-__all__ = ["listing", "warn"]
+__all__ = ["counted", "listing", "warn"]
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -34,3 +34,13 @@ def listing(names: Iterable[str], *, limit: int = 20) -> str:
     shown = ", ".join(quoted[:limit])
     rest = len(quoted) - limit
     return f"{shown} and {rest} more" if rest > 0 else shown
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, which takes an "s" in the plural.
+
+    Example:
+        >>> counted(1, "part"), counted(2, "part")
+        ('1 part', '2 parts')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"

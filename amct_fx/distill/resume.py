@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,8 +73,11 @@ class Checkpoint:
             return Progress(0, torch.get_rng_state(), History())
         try:
             content = torch.load(self._path, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, EOFError, RuntimeError, KeyError, ValueError) as error:
-            message = f"{self._path} cannot be read: {str(error).splitlines()[0]}"
+        except OSError:
+            raise
+        except Exception as error:  # unpickling foreign bytes raises many classes
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            message = f"{self._path} cannot be read: {reason}"
             raise CheckpointError(message) from error
         if not isinstance(content, dict) or content.get("amct_fx_distillation") != _FORMAT:
             message = f"{self._path} was not written by distill; give another checkpoint"

@@ -16,9 +16,10 @@ from typing import Any
 from torch import nn
 from torch.ao.quantization import FakeQuantizeBase
 
+from amct_fx.config.messages import listing
 from amct_fx.copying import copy_model
 from amct_fx.distributed import RangeMerger
-from amct_fx.errors import ModelStateError, ModelTypeError
+from amct_fx.errors import InputDataError, ModelStateError, ModelTypeError
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import QuantizedLayer
 from amct_fx.report.analysis import Analysis, Suggestion
@@ -79,7 +80,8 @@ def analyze(
         The figures of each layer, a ranking, and suggestions as lines of a ``.cfg`` file.
 
     Raises:
-        InputDataError: No batch, one that the model cannot take, or a metric that is no number.
+        InputDataError: No batch, one that the model cannot take, a metric that is no number, or
+            a float model that has none of the layers.
         ModelStateError: ``model`` is not prepared, not calibrated, or converted already.
         ModelTypeError: ``model`` or ``float_model`` is no ``nn.Module``.
 
@@ -102,6 +104,7 @@ def analyze(
     batches = Batches(data, num_batches)
     summary = summarize(model)
     judge = Judge(metric, greater_is_better)
+    _check_names(float_model, model, usable)
     copy = copy_model(model).eval()
     RangeMerger.detach(copy)
     with (
@@ -136,6 +139,20 @@ def _float_module(model: object) -> nn.Module | None:
         message = f"float_model must be a torch.nn.Module or None, not {type(model).__name__}"
         raise ModelTypeError(message)
     return None if model is None else unwrapped(model)
+
+
+def _check_names(float_model: nn.Module | None, model: nn.Module, names: list[str]) -> None:
+    """Refuse a float model of other layers and parameters: nothing could be compared by layer."""
+    if float_model is None:
+        return
+    layers = {name for name, _ in float_model.named_modules()}
+    parameters = {name for name, _ in float_model.named_parameters()}
+    if layers.isdisjoint(names) and parameters.isdisjoint(n for n, _ in model.named_parameters()):
+        message = (
+            "float_model has none of the layers of the prepared model "
+            f"({listing(names, limit=5)}); give the model that was prepared, or None"
+        )
+        raise InputDataError(message)
 
 
 def _calibrated_layers(model: nn.Module) -> tuple[list[str], list[str]]:

@@ -6,6 +6,8 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from amct_fx.config.messages import counted
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -102,7 +104,7 @@ class Preparation:
     def headline(self) -> str:
         """One line: how many layers are quantized."""
         quantized = sum(layer.reason is None for layer in self.layers)
-        parts = f", {len(self.islands)} parts not traced" if self.islands else ""
+        parts = f", {counted(len(self.islands), 'part')} not traced" if self.islands else ""
         return f"prepared {quantized} of {len(self.layers)} layers{parts}"
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from torch import nn
 
 from amct_fx.config import M4N2PruneConfig
+from amct_fx.config.messages import counted
 from amct_fx.errors import ModelStateError
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import QuantizedLayer
@@ -139,9 +140,9 @@ class Summary:
         pruned = Counter(row.pruning.pattern for row in self._all if row.pruning is not None)
         parts += [f"{number} pruned ({pattern})" for pattern, number in pruned.items()]
         if self.others:
-            parts.append(f"{len(self.others)} modules of other types float")
+            parts.append(f"{counted(len(self.others), 'module')} of other types float")
         if self.islands:
-            parts.append(f"{len(self.islands)} parts not traced")
+            parts.append(f"{counted(len(self.islands), 'part')} not traced")
         return ", ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:

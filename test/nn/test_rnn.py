@@ -656,7 +656,7 @@ def test_the_converted_model_is_an_ordinary_module(cls):
 
 
 def test_an_uncalibrated_layer_does_not_convert():
-    with pytest.raises(RuntimeError, match="ranges of rnn, head"):
+    with pytest.raises(RuntimeError, match="ranges of 'rnn', 'head'"):
         convert_amct(prepare_qat_amct(Model(nn.GRU), 'skip_layers: "stem"'))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -584,6 +585,16 @@ def test_only_a_prepared_and_calibrated_model_can_be_analyzed() -> None:
         analyze("model", model, example())  # type: ignore[arg-type]
     with pytest.raises(ModelTypeError, match="float_model"):
         analyze(prepared, example(), example())  # type: ignore[arg-type]
+
+
+def test_a_float_model_without_any_of_the_layers_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 4)).eval()
+    prepared = prepare_qat_amct(model)
+    x = torch.randn(4, 8)
+    prepared(x)
+    other = nn.Sequential(OrderedDict(other=nn.Linear(8, 4)))
+    with pytest.raises(InputDataError, match=r"none of the layers of the prepared model \('0'\)"):
+        quiet(prepared, other, x)
 
 
 def test_a_layer_that_was_not_calibrated_is_measured_as_float() -> None:

@@ -78,7 +78,7 @@ def test_the_algorithm_of_the_weight_is_named(kind: str, name: str) -> None:
 def test_the_totals_count_layers_and_parts_that_were_not_traced() -> None:
     assert summarize(trained(INT4)).totals == "3 of 4 layers quantized"
     totals = summarize(prepare_qat_amct(NetWithIsland())).totals
-    assert totals == "4 of 4 layers quantized, 1 parts not traced"
+    assert totals == "4 of 4 layers quantized, 1 part not traced"
 
 
 def test_the_dictionary_is_json_and_says_why_a_layer_is_float() -> None:
