@@ -17,6 +17,9 @@ from .versions import skip_dynamo_exporter_of_2_6
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+FROM_PREPARED = [
+    f"docs/{page}.md" for page in ("ascend", "deployment", "onnxruntime", "resume", "training")
+]
 PAGES += [page.relative_to(ROOT).as_posix() for page in sorted(ROOT.glob("docs/**/*.md"))]
 
 
@@ -36,7 +39,7 @@ def train(model: nn.Module) -> None:
 
 def make_model(page: str) -> nn.Module:
     """Return the model that the page starts from."""
-    if page not in ("docs/deployment.md", "docs/training.md"):
+    if page not in FROM_PREPARED:
         return DigitsNet()
     prepared = amct_fx.prepare_qat_amct(DigitsNet(), CONFIG)
     train(prepared)
