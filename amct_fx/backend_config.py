@@ -5,13 +5,11 @@ Source: spec/config.md section 5.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from amct_fx.config import LayerFacts, ModelFacts, PruneMode
@@ -19,6 +17,7 @@ from amct_fx.config.layer_types import CONV_TYPES, QUANTIZABLE_TYPES
 from amct_fx.config.messages import warn
 from amct_fx.errors import InputDataError
 from amct_fx.graph import Capture, as_call, is_functional_layer, layer_calls, weight_readers
+from amct_fx.graph.recording import Recording, record_calls
 from amct_fx.nn.become import changes_its_input, float_class_of
 from amct_fx.nn.recurrent import unsupported_form
 
@@ -111,10 +110,10 @@ def warn_of_reused_layers(facts: ModelFacts) -> None:
         )
 
 
-def unbatched_layers(
+def recorded_run(
     model: nn.Module, example_inputs: Any, argument: str = "example_inputs"
-) -> frozenset[str]:
-    """Return the names of the convolutions whose input has no batch axis.
+) -> Recording:
+    """Return what a run on the example inputs shows.
 
     Args:
         model: The float model; runs once, in eval mode, and is the same afterwards.
@@ -124,30 +123,35 @@ def unbatched_layers(
     Raises:
         InputDataError: If the model cannot run on them.
     """
-    found: set[nn.Module] = set()
-
-    def observe(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensor = args[0] if args else kwargs["input"]
-        if tensor.dim() < layer.weight.dim():
-            found.add(layer)
-
-    names = {layer: name for name, layer in model.named_modules() if _is_convolution(layer)}
-    modes = {module: module.training for module in model.modules()}
-    hooks = [layer.register_forward_pre_hook(observe, with_kwargs=True) for layer in names]
-    args, kwargs = as_call(example_inputs)
+    as_call(example_inputs)  # raises errors of its own
     try:
-        model.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            model(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+        return record_calls(model, example_inputs)
     except Exception as error:  # whatever the user's forward raises
         message = f"the model cannot run on {argument}: {type(error).__name__}: {error}"
         raise InputDataError(message) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, mode in modes.items():
-            module.training = mode
-    return frozenset(names[layer] for layer in found)
+
+
+def unbatched_layers(
+    model: nn.Module, example_inputs: Any, argument: str = "example_inputs"
+) -> frozenset[str]:
+    """Return the names of the convolutions whose input has no batch axis.
+
+    As :func:`recorded_run` and :func:`unbatched_in`.
+    """
+    return unbatched_in(model, recorded_run(model, example_inputs, argument))
+
+
+def unbatched_in(model: nn.Module, calls: Recording) -> frozenset[str]:
+    """Return the names of the convolutions whose input had no batch axis in a recorded run."""
+    return frozenset(
+        name
+        for name, layer in model.named_modules()
+        if _is_convolution(layer) and layer in calls.ranks and calls.ranks[layer] < _rank(layer)
+    )
+
+
+def _rank(layer: Any) -> int:
+    return int(layer.weight.dim())
 
 
 def without_unbatched(facts: ModelFacts, unbatched: Container[str]) -> ModelFacts:

@@ -12,7 +12,8 @@ from amct_fx.backend_config import (
     is_layer,
     model_facts,
     other_weights,
-    unbatched_layers,
+    recorded_run,
+    unbatched_in,
     without_unbatched,
 )
 from amct_fx.choices import check_choices
@@ -93,13 +94,15 @@ def discovered(
         What was found.
     """
     given = example_inputs is not None
-    unbatched = unbatched_layers(model, example_inputs) if given else frozenset()
+    calls = recorded_run(model, example_inputs) if given else None
+    unbatched = frozenset() if calls is None else unbatched_in(model, calls)
     captured = capture(
         model,
         is_layer,
         example_inputs=example_inputs,
         strict=strict,
         functional=options.functional,
+        calls=calls,
     )
     with ExitStack() as undo:
         for region in captured.regions if options.functional else ():

@@ -8,7 +8,8 @@ traced. Source: design.md, "How prepare works", step 2.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
@@ -93,6 +94,7 @@ def capture(
     example_inputs: Any = None,
     strict: bool = False,
     functional: bool = False,
+    calls: Recording | None = None,
 ) -> Capture:
     """Trace ``model`` as far as it can be traced.
 
@@ -106,6 +108,7 @@ def capture(
             computes, or the model becomes an island.
         strict: Refuse islands.
         functional: Also trace parts that hold no layer but weight matrices of their own.
+        calls: What a run on ``example_inputs`` showed, if there was one already.
 
     Returns:
         The regions, islands and single layers, in ``named_modules()`` order.
@@ -117,13 +120,21 @@ def capture(
     def is_wanted(module: nn.Module) -> bool:
         return is_layer(module) or (functional and _owns_matrix(module))
 
-    calls = Recording() if example_inputs is None else record_calls(model, example_inputs)
+    if calls is None:
+        calls = Recording() if example_inputs is None else record_calls(model, example_inputs)
     walk = _Walk(is_layer, is_wanted, calls.forms)
     walk.visit(model, "")
     walk.keep_uncalled_layers()
     found = walk.found
     whole = bool(found.regions) and found.regions[0].module is model
-    if whole and example_inputs is not None and not _same_outputs(found.regions[0], example_inputs):
+    if (
+        whole
+        and calls.random_state is not None
+        and not (
+            _computes(found.regions[0], example_inputs, calls)
+            or _same_outputs(found.regions[0], example_inputs)
+        )
+    ):
         reason = "its traced graph computes something else on example_inputs"
         walk = _Walk(is_layer, is_wanted, calls.forms)
         found = walk.found
@@ -140,24 +151,47 @@ def capture(
     return found
 
 
+def _computes(region: Region, example_inputs: Any, calls: Recording) -> bool:
+    """Compare the graph with what the model returned when its calls were recorded.
+
+    Hooks, as those that record, let some of torch's modules take another path; where this finds
+    differences, :func:`_same_outputs` decides.
+    """
+    with torch.random.fork_rng(devices=[]):
+        assert calls.random_state is not None
+        torch.set_rng_state(calls.random_state)
+        return _equal(calls.outputs, _traced_outputs(region, example_inputs))
+
+
 def _same_outputs(region: Region, example_inputs: Any) -> bool:
     """Compare the graph with the module in eval mode; random state and modes are restored."""
-    args, kwargs = as_call(example_inputs)
+    args, kwargs = copy.deepcopy(as_call(example_inputs))
+    with torch.random.fork_rng(devices=[]):
+        with _evaluating(region.module), torch.no_grad():
+            expected = region.module(*args, **kwargs)
+        return _equal(expected, _traced_outputs(region, example_inputs))
+
+
+def _traced_outputs(region: Region, example_inputs: Any) -> Any:
+    """Run the graph in eval mode."""
+    args, kwargs = copy.deepcopy(as_call(example_inputs))
     form = region.guard.form
     leaves = list(args) if form is None else form.leaves(args, kwargs) or []
-    model = region.module
+    with _evaluating(region.module), torch.no_grad():
+        traced = fx.GraphModule(region.module, copy.deepcopy(region.graph))
+        return traced(*leaves, **({} if form else kwargs))
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put every part of ``model`` into eval mode, and back."""
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            traced = fx.GraphModule(model, copy.deepcopy(region.graph))
-            leaves = copy.deepcopy(leaves)
-            expected = model(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-            actual = traced(*leaves, **({} if form else kwargs))
+        yield
     finally:
         for module, mode in modes.items():
             module.training = mode
-    return _equal(expected, actual)
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -22,10 +22,16 @@ class Recording:
     Attributes:
         forms: The form in which each module is called; not of modules that are called in several.
         inputs: The first tensor that each call of a module read, as it was then.
+        ranks: The lowest rank of the first tensor that each module read.
+        outputs: What the model returned.
+        random_state: That of the CPU after the run.
     """
 
     forms: dict[nn.Module, CallForm] = field(default_factory=dict)
     inputs: dict[nn.Module, list[Any]] = field(default_factory=dict)
+    ranks: dict[nn.Module, int] = field(default_factory=dict)
+    outputs: Any = None
+    random_state: Tensor | None = None
 
     def readers_of_one_tensor(self, layers: Iterable[nn.Module]) -> list[list[nn.Module]]:
         """Group layers that are called once and read the very same tensor.
@@ -52,12 +58,15 @@ def record_calls(model: nn.Module, example_inputs: Any) -> Recording:
     """
     forms: dict[nn.Module, CallForm | None] = {}
     inputs: dict[nn.Module, list[Any]] = {}
+    ranks: dict[nn.Module, int] = {}
     alive: list[Tensor] = []  # an id says nothing once its tensor is gone
 
     def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         form = call_form(module, args, kwargs)
         forms[module] = form if forms.get(module, form) == form else None
         first = args[0] if args else kwargs.get("input")
+        if isinstance(first, Tensor):
+            ranks[module] = min(first.dim(), ranks.get(module, first.dim()))
         if isinstance(first, Tensor) and not first.is_inference():
             alive.append(first)
             inputs.setdefault(module, []).append((id(first), first._version))
@@ -72,10 +81,12 @@ def record_calls(model: nn.Module, example_inputs: Any) -> Recording:
     try:
         model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            model(*args, **kwargs)
+            outputs = model(*args, **kwargs)
+            random_state = torch.get_rng_state()
     finally:
         for hook in hooks:
             hook.remove()
         for module, mode in modes.items():
             module.training = mode
-    return Recording({module: form for module, form in forms.items() if form is not None}, inputs)
+    known = {module: form for module, form in forms.items() if form is not None}
+    return Recording(known, inputs, ranks, outputs, random_state)

@@ -15,8 +15,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from amct_fx.errors import InputDataError
@@ -74,7 +76,7 @@ def propagate_shapes(
     """
     listed, call = list(regions), as_call(example_inputs)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, _QuickBatchNorm():
             fake = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, call)
             return _run(model, listed, fake)
     except Exception:  # the model is the user's; islands may do what fake tensors cannot
@@ -84,6 +86,34 @@ def propagate_shapes(
     except Exception as error:
         message = f"the model cannot run on example_inputs: {type(error).__name__}: {error}"
         raise InputDataError(message) from error
+
+
+class _QuickBatchNorm(TorchFunctionMode):
+    """Takes the shape of what a batch normalization reads; fake tensors would work it out slowly.
+
+    That is all that it is asked for where the statistics have one entry for each channel.
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run a function; ``batch_norm`` in eval mode only makes a tensor."""
+        if func is F.batch_norm and self._fits(*args, **(kwargs or {})):
+            return torch.empty_like(args[0])
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _fits(
+        x: Any = None, mean: Any = None, *rest: Any, training: bool = False, **others: Any
+    ) -> bool:
+        training = bool(rest[3]) if len(rest) > 3 else training
+        known = isinstance(x, Tensor) and isinstance(mean, Tensor) and not training
+        tensors = [item for item in (mean, *rest, *others.values()) if isinstance(item, Tensor)]
+        return known and all(t.shape == x.shape[1:2] and t.dtype == x.dtype for t in tensors)
 
 
 def _run(model: nn.Module, regions: list[Region], call: Any) -> ShapeFacts:

@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -264,14 +265,15 @@ class PrunePlan:
     def _kept(self, role: str, name: Any) -> dict[str, Tensor]:
         gone: dict[str, set[int]] = defaultdict(set)
         sizes: dict[str, int] = {}
-        for group, member in self._members(role):
-            if role == "row" and member.parameter != "weight":
-                continue
-            sizes[name(member)] = _length(member)
-            for unit in group.cut:
-                gone[name(member)].update(member.positions[unit])
+        for group in self.groups:
+            cut = group.cut
+            for member in group.members:
+                if member.role != role or (role == "row" and member.parameter != "weight"):
+                    continue
+                sizes[name(member)] = _length(member)
+                gone[name(member)].update(chain.from_iterable(member.positions[u] for u in cut))
         return {
-            key: torch.tensor([i for i in range(sizes[key]) if i not in cut], dtype=torch.long)
+            key: torch.tensor(sorted(set(range(sizes[key])) - cut), dtype=torch.long)
             for key, cut in gone.items()
             if cut
         }
@@ -332,7 +334,7 @@ class PrunePlan:
         """Return the plan with costs that fit its choice."""
         sizes = _remaining_sizes(self)
         costs = tuple(_cost_after(cost, sizes) for cost in self.costs)
-        gone = _parameters_gone(self)
+        gone = _parameters_gone(self, sizes)
         return replace(self, costs=costs, parameters_after=self.parameters - gone)
 
     # Text
@@ -467,9 +469,10 @@ def _remaining_sizes(plan: PrunePlan) -> dict[tuple[str, int], tuple[int, int]]:
     """Return full and remaining length of every axis that loses something."""
     sizes: dict[tuple[str, int], tuple[int, int]] = {}
     for group in plan.groups:
+        cut = group.cut
         for member in group.members:
             full, left = sizes.get((member.key, member.axis), (_length(member),) * 2)
-            gone = sum(len(member.positions[unit]) for unit in group.cut)
+            gone = sum([len(member.positions[unit]) for unit in cut])
             sizes[member.key, member.axis] = full, left - gone
     return sizes
 
@@ -482,8 +485,7 @@ def _cost_after(cost: LayerCost, sizes: Mapping[tuple[str, int], tuple[int, int]
     return replace(cost, macs_after=math.prod(shape) * cost.positions)
 
 
-def _parameters_gone(plan: PrunePlan) -> int:
-    sizes = _remaining_sizes(plan)
+def _parameters_gone(plan: PrunePlan, sizes: Mapping[tuple[str, int], tuple[int, int]]) -> int:
     shapes = {
         member.key: member.shape
         for group in plan.groups

@@ -9,12 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from amct_fx.checks import check_float_model
 from amct_fx.config import CompressionConfig, FilterPruneConfig, load_config, resolve
 from amct_fx.config.schema import Source
 from amct_fx.discovery import PrepareOptions, discovered
 from amct_fx.graph.shapes import propagate_shapes
 from amct_fx.prune.channels.analysis import analyze, settle_groups
+from amct_fx.prune.channels.units import places_of
 from amct_fx.prune.costs import layer_costs
 from amct_fx.prune.inputs import example_specs, guess_inputs
 from amct_fx.prune.options import PruneKeywords, PruneOptions
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 
     from amct_fx.config import PruneConfig
     from amct_fx.graph.capture import Region
+    from amct_fx.prune.channels.atoms import Indices
     from amct_fx.prune.channels.sites import Site
     from amct_fx.prune.channels.steps import Replay
     from amct_fx.prune.channels.units import Group
@@ -85,7 +89,7 @@ def build_plan(
     members = _members(walk, groups)
     singular = walk.atoms.roots_without_row_masks()
     contracted = {
-        root for atoms in walk.contracted for root in walk.atoms.roots(atoms).tolist() if root >= 0
+        root for atoms in walk.contracted for root in walk.atoms.free(atoms).tolist() if root >= 0
     }
     listed = tuple(
         PruneGroup(
@@ -93,7 +97,7 @@ def build_plan(
             producers=group.producers,
             consumers=_consumers(own),
             members=tuple(own),
-            channels=len(group.units),
+            channels=group.size,
             ratio=group.ratio,
             ascend_optimized=group.ascend_optimized,
             balance=group.balance,
@@ -101,8 +105,8 @@ def build_plan(
             scores=tuple(group.scores.tolist()),
             kept=tuple(group.kept),
             note=group.note,
-            rows_maskable=singular.isdisjoint(group.roots),
-            contracted=not contracted.isdisjoint(group.roots),
+            rows_maskable=singular.isdisjoint(group.roots.tolist()),
+            contracted=not contracted.isdisjoint(group.roots.tolist()),
         )
         for number, (group, own) in enumerate(zip(groups, members, strict=True))
     )
@@ -123,19 +127,17 @@ def build_plan(
 
 def _members(walk: Walk, groups: Sequence[Group]) -> list[list[Member]]:
     """Return for each group every axis that follows its units."""
-    where = {root: (g, u) for g, group in enumerate(groups) for u, root in enumerate(group.roots)}
+    group_of, unit_of = places_of(walk, groups)
     found: list[list[Member]] = [[] for _ in groups]
 
     def add(atoms: Tensor, make: Any) -> None:
-        places: dict[int, list[list[int]]] = {}
-        for position, root in enumerate(walk.atoms.roots(atoms).flatten().tolist()):
-            if root in where:
-                g, u = where[root]
-                if g not in places:
-                    places[g] = [[] for _ in groups[g].units]
-                places[g][u].append(position)
-        for g, units in places.items():
-            found[g].append(make(tuple(tuple(unit) for unit in units)))
+        roots = walk.atoms.free(atoms)
+        numbers = group_of[roots]
+        for g in dict.fromkeys(numbers.tolist()):
+            if g >= 0:
+                places = np.flatnonzero(numbers == g)
+                units = unit_of[roots[places]]
+                found[g].append(make(_by_unit(units, places, groups[g].size)))
 
     for site in walk.sites.values():
         add(site.atoms, lambda positions, site=site: _site_member(walk, site, positions))
@@ -155,6 +157,17 @@ def _members(walk: Walk, groups: Sequence[Group]) -> list[list[Member]]:
                 ),
             )
     return found
+
+
+def _by_unit(units: Indices, places: Indices, count: int) -> tuple[tuple[int, ...], ...]:
+    """Return the places of each of ``count`` units, in ascending order."""
+    order = np.argsort(units, kind="stable")
+    counts = np.bincount(units, minlength=count)
+    each = int(counts[0])
+    if each and bool((counts == each).all()):
+        return tuple(zip(*[iter(places[order].tolist())] * each, strict=True))
+    parts = np.split(places[order], np.cumsum(counts)[:-1])
+    return tuple(tuple(part.tolist()) for part in parts)
 
 
 def _site_member(walk: Walk, site: Site, positions: tuple[tuple[int, ...], ...]) -> Member:
@@ -193,7 +206,8 @@ def _why_pinned(walk: Walk, name: str) -> PinnedLayer:
     if name in walk.producers:
         weight, axis, _ = walk.producers[name]
         atoms = walk.rows_of(weight, axis)
-        reasons = [] if atoms is None else [walk.atoms.pin_of(int(a)) for a in atoms if int(a) >= 0]
+        known = [] if atoms is None else [a for a in atoms.flatten().tolist() if a >= 0]
+        reasons = (walk.atoms.pin_of(atom) for atom in known)
         pin = next((reason for reason in reasons if reason is not None), pin)
     if pin is None:
         return PinnedLayer(

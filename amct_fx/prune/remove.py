@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -120,20 +121,19 @@ def _groups_as_planned(walk: Walk, plan: PrunePlan) -> list[Group]:
     rows = plan.kept_rows()
     groups = find_groups(walk)
     for group in groups:
-        for index, unit in enumerate(group.units):
-            answers = {
-                name not in rows or bool((rows[name] == row).any())
-                for name, numbers in unit.rows.items()
-                for row in numbers
-            }
-            if len(answers) > 1:
-                message = (
-                    f"the plan does not fit the model: {', '.join(group.producers)} share channels "
-                    "but would keep different ones"
-                )
-                raise PruneError(message)
-            if answers == {True}:
-                group.kept.append(index)
+        votes = np.zeros(group.size, np.int64)
+        most = np.zeros(group.size, np.int64)
+        for name, (units, numbers) in group.rows.items():
+            stays = np.isin(numbers, rows[name].numpy()) if name in rows else True
+            votes += np.bincount(units, np.broadcast_to(stays, units.shape), group.size).astype(int)
+            most += np.bincount(units, minlength=group.size)
+        if bool(((votes > 0) & (votes < most)).any()):
+            message = (
+                f"the plan does not fit the model: {', '.join(group.producers)} share channels "
+                "but would keep different ones"
+            )
+            raise PruneError(message)
+        group.kept = np.flatnonzero(votes).tolist()
     _check_all_cut(walk, rows, groups)
     return groups
 
@@ -142,9 +142,8 @@ def _check_all_cut(walk: Walk, rows: dict[str, Tensor], groups: Sequence[Group])
     """Raise if the plan cuts channels that the model cannot lose."""
     gone: dict[str, int] = {}
     for group in groups:
-        for index in set(range(len(group.units))) - set(group.kept):
-            for name, numbers in group.units[index].rows.items():
-                gone[name] = gone.get(name, 0) + len(numbers)
+        for name, (units, _) in group.rows.items():
+            gone[name] = gone.get(name, 0) + int(group.gone[units].sum())
     for name, kept in rows.items():
         known = walk.producers.get(name)
         atoms = None if known is None else walk.rows_of(known[0], known[1])

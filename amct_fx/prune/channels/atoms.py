@@ -6,9 +6,16 @@ Source: spec/pruning.md section 3.3.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
 import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    Indices: TypeAlias = NDArray[np.int64]
 
 __all__ = ["FIXED", "Atoms", "Pin"]
 
@@ -29,84 +36,137 @@ class Atoms:
     """Union-find over output channels.
 
     A class remembers its output channels in the order in which the classes were joined, and the
-    first reason why it must stay.
+    first reason why it must stay. All is kept in arrays, so that whole layers move at once.
     """
 
     def __init__(self) -> None:
-        self._parent: list[int] = []
-        self._rows: dict[int, list[tuple[str, int]]] = {}
-        self._pins: dict[int, Pin] = {}
-        self._without_row_masks: set[int] = set()
-
-    @property
-    def total(self) -> int:
+        self.total = 0
         """Number of atoms."""
-        return len(self._parent)
+        self._layers: list[str] = []
+        self._reasons: list[Pin] = []
+        # by atom; of those that are no roots only parent, following, layer and row count
+        self._parent = _ids(0)
+        self._following = _ids(0)  # the next atom of the class, in the order of joining
+        self._last = _ids(0)
+        self._size = _ids(0)
+        self._pin_of = _ids(0)  # number of the reason
+        self._layer = _ids(0)
+        self._row = _ids(0)
+        self._without_row_masks: list[Indices] = []
 
     def new(self, layer: str, count: int) -> Tensor:
         """Return ``count`` new atoms: the output channels of ``layer``."""
-        first = len(self._parent)
-        for row in range(count):
-            self._parent.append(first + row)
-            self._rows[first + row] = [(layer, row)]
-        return torch.arange(first, first + count)
+        new = np.arange(self.total, self.total + count)
+        self._parent = np.concatenate([self._parent, new])
+        self._following = np.concatenate([self._following, np.full(count, FIXED)])
+        self._last = np.concatenate([self._last, new])
+        self._size = np.concatenate([self._size, np.ones(count, np.int64)])
+        self._pin_of = np.concatenate([self._pin_of, np.full(count, FIXED)])
+        self._layer = np.concatenate([self._layer, np.full(count, len(self._layers))])
+        self._row = np.concatenate([self._row, np.arange(count)])
+        self._layers.append(layer)
+        self.total += count
+        return torch.from_numpy(new)
 
-    def root(self, atom: int) -> int:
-        """Return the atom that stands for the class of ``atom``."""
-        while self._parent[atom] != atom:
-            self._parent[atom] = self._parent[self._parent[atom]]
-            atom = self._parent[atom]
-        return atom
+    def classes(self, atoms: Indices) -> Indices:
+        """Return the root of every atom, of pinned ones too; none may be fixed."""
+        parent = self._parent
+        found = parent[atoms]
+        while not np.array_equal(above := parent[found], found):
+            found = above
+        parent[atoms] = found
+        return found
 
     def roots(self, atoms: Tensor) -> Tensor:
         """Return the root of every atom; what is fixed or pinned is :data:`FIXED`."""
-        found = [FIXED if a < 0 else self.root(a) for a in atoms.flatten().tolist()]
-        free = [FIXED if root in self._pins else root for root in found]
-        return torch.tensor(free, dtype=torch.long).reshape(atoms.shape)
+        return torch.from_numpy(self.free(atoms)).reshape(atoms.shape)
+
+    def free(self, atoms: Tensor) -> Indices:
+        """Return the same as :meth:`roots`, as a flat array."""
+        given = atoms.flatten().numpy()
+        found = np.full(given.shape, FIXED)
+        known = given >= 0
+        roots = self.classes(given[known])
+        found[known] = np.where(self._pin_of[roots] >= 0, FIXED, roots)
+        return found
 
     def join(self, first: Tensor, second: Tensor, pin: Pin) -> None:
         """Let atoms at equal places live together; ``pin`` explains what meets a fixed channel."""
-        pairs = dict.fromkeys(zip(first.flatten().tolist(), second.flatten().tolist(), strict=True))
-        for a, b in pairs:
-            if a < 0 or b < 0:
-                self._pin(max(a, b), pin)
-            else:
-                self._join(self.root(a), self.root(b))
+        pairs = np.stack([first.flatten().numpy(), second.flatten().numpy()])
+        known = pairs >= 0
+        pairs[known] = self.classes(pairs[known])
+        pairs = pairs[:, pairs[0] != pairs[1]]
+        if pairs.shape[1] > 1:
+            pairs = pairs[:, np.sort(np.unique(pairs, axis=1, return_index=True)[1])]
+            used = pairs[pairs >= 0]
+            if len(np.unique(used)) < len(used):
+                for column in range(pairs.shape[1]):  # the pairs meet: one after the other
+                    self._join(pairs[:, column : column + 1], pin)
+                return
+        self._join(pairs, pin)
 
     def pin(self, atoms: Tensor, pin: Pin) -> None:
         """Never remove these."""
-        for atom in atoms.unique().tolist():
-            self._pin(atom, pin)
+        given = atoms.flatten().numpy()
+        self._pin(given[given >= 0], pin)
 
     def forbid_row_masks(self, atoms: Tensor) -> None:
         """Note that zeros in these channels would make infinities."""
-        self._without_row_masks |= {self.root(a) for a in atoms.unique().tolist() if a >= 0}
+        given = atoms.flatten().numpy()
+        self._without_row_masks.append(given[given >= 0])
 
     def roots_without_row_masks(self) -> set[int]:
         """Return the classes whose producers must not be masked."""
-        return {self.root(atom) for atom in self._without_row_masks}
+        return {root for atoms in self._without_row_masks for root in self.classes(atoms).tolist()}
 
     def pin_of(self, atom: int) -> Pin | None:
         """Return why an atom stays, ``None`` if it may go."""
-        return self._pins.get(self.root(atom))
+        number = int(self._pin_of[self.classes(np.array([atom]))[0]])
+        return None if number < 0 else self._reasons[number]
 
-    def rows(self, root: int) -> list[tuple[str, int]]:
-        """Return the output channels ``(layer, row)`` of a class, in the order of joining."""
-        return self._rows[root]
-
-    def free_classes(self) -> list[int]:
+    def free_classes(self) -> Indices:
         """Return the root of every class that may be removed, by its first atom."""
-        return [a for a, parent in enumerate(self._parent) if a == parent and a not in self._pins]
+        own = self._parent == np.arange(self.total)
+        return np.flatnonzero(own & (self._pin_of < 0))
 
-    def _join(self, first: int, second: int) -> None:
-        if first == second:
-            return
+    def sizes(self, roots: Indices) -> Indices:
+        """Return the number of output channels of classes."""
+        return self._size[roots]
+
+    def rows(self, roots: Indices, size: int) -> tuple[Indices, Indices]:
+        """Return the output channels of classes of equal size, in the order of joining.
+
+        Returns:
+            Numbers of the layers (see :meth:`layer`), and rows, each ``[len(roots), size]``.
+        """
+        atoms = np.empty((len(roots), size), np.int64)
+        for place in range(size):
+            atoms[:, place] = roots if place == 0 else self._following[atoms[:, place - 1]]
+        return self._layer[atoms], self._row[atoms]
+
+    def layer(self, number: int) -> str:
+        """Return the name of a layer."""
+        return self._layers[number]
+
+    def _join(self, pairs: Indices, pin: Pin) -> None:
+        """Join classes, given by atoms; no class is in two pairs."""
+        known = pairs >= 0
+        pairs[known] = self.classes(pairs[known])
+        fixed = ~known.all(0)
+        self._pin(pairs[:, fixed].max(0), pin)
+        first, second = pairs[:, ~fixed & (pairs[0] != pairs[1])]
         self._parent[second] = first
-        self._rows[first] += self._rows.pop(second)
-        pin = self._pins.pop(second, None)
-        if pin is not None:
-            self._pins.setdefault(first, pin)
+        self._following[self._last[first]] = second
+        self._last[first] = self._last[second]
+        self._size[first] += self._size[second]
+        own = self._pin_of[first]
+        self._pin_of[first] = np.where(own < 0, self._pin_of[second], own)
 
-    def _pin(self, atom: int, pin: Pin) -> None:
-        if atom >= 0:
-            self._pins.setdefault(self.root(atom), pin)
+    def _pin(self, atoms: Indices, pin: Pin) -> None:
+        roots = self.classes(atoms[atoms >= 0])
+        self._pin_of[roots[self._pin_of[roots] < 0]] = len(self._reasons)
+        self._reasons.append(pin)
+
+
+def _ids(count: int) -> Indices:
+    return np.zeros(count, np.int64)

@@ -6,10 +6,11 @@ Source: spec/pruning.md sections 3.3 and 4.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,31 +24,23 @@ from amct_fx.prune.functional import (
 )
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from amct_fx.prune.channels.atoms import Indices
     from amct_fx.prune.channels.walk import Walk
 
-__all__ = ["Group", "Unit", "choose", "find_groups", "kept_atoms"]
-
-
-@dataclass
-class Unit:
-    """Channels that go together: a class of atoms.
-
-    Attributes:
-        root: The atom that stands for the class.
-        rows: The rows of each producer, in the order of the producers.
-    """
-
-    root: int
-    rows: dict[str, list[int]]
+__all__ = ["Group", "choose", "find_groups", "kept_atoms", "places_of"]
 
 
 @dataclass
 class Group:
-    """Units with the same producers, ranked against each other.
+    """Units, classes of atoms that go together, with the same producers: ranked with each other.
 
     Attributes:
         producers: Names of the layers, in order.
-        units: In the order of the rows of the first producer.
+        roots: The atoms that stand for the units, in the order of the rows of the first producer.
+        rows: By name of the producer the unit of each of its rows, and the rows; units ascend, and
+            the rows of one are in the order of joining.
         ratio: Share to remove: the least of the producers.
         ascend_optimized: Whether any producer asks for multiples of 16.
         balance: Blocks that keep equal counts.
@@ -59,7 +52,8 @@ class Group:
     """
 
     producers: tuple[str, ...]
-    units: list[Unit]
+    roots: Indices
+    rows: dict[str, tuple[Indices, Indices]]
     ratio: float
     ascend_optimized: bool
     balance: int = 1
@@ -70,27 +64,80 @@ class Group:
     note: str = ""
 
     @property
-    def roots(self) -> list[int]:
-        """The atoms that stand for the units."""
-        return [unit.root for unit in self.units]
+    def size(self) -> int:
+        """Number of units."""
+        return len(self.roots)
+
+    @property
+    def gone(self) -> NDArray[np.bool_]:
+        """Which units go."""
+        gone = np.ones(self.size, bool)
+        gone[self.kept] = False
+        return gone
 
 
 def find_groups(walk: Walk) -> list[Group]:
     """Return the units that may go, in groups, with what the settings ask of them."""
-    found: dict[tuple[str, ...], list[Unit]] = {}
-    for root in walk.atoms.free_classes():
-        rows: dict[str, list[int]] = {}
-        for layer, row in walk.atoms.rows(root):
-            rows.setdefault(layer, []).append(row)
-        found.setdefault(tuple(rows), []).append(Unit(root, rows))
+    found: dict[tuple[str, ...], list[_Alike]] = {}
+    for alike in _alike(walk):
+        names = tuple(dict.fromkeys(walk.atoms.layer(int(number)) for number in alike.layers))
+        found.setdefault(names, []).append(alike)
     groups = []
-    for producers, units in found.items():
-        units.sort(key=lambda unit: min(unit.rows[producers[0]]))
+    in_order = sorted(found.items(), key=lambda item: min(part.roots[0] for part in item[1]))
+    for producers, parts in in_order:
         settings = [setting for name in producers if (setting := walk.setting(name))]
         ratio = min(setting.prune_ratio for setting in settings)
         aligned = any(setting.ascend_optimized for setting in settings)
-        groups.append(Group(producers, units, ratio, aligned))
+        roots, rows = _in_order(walk, producers, parts)
+        groups.append(Group(producers, roots, rows, ratio, aligned))
     return groups
+
+
+@dataclass
+class _Alike:
+    """Classes whose output channels are of the same layers in the same order.
+
+    ``roots`` ascend; ``layers`` has the number of the layer of each output channel, ``rows`` the
+    rows, ``[len(roots), len(layers)]``.
+    """
+
+    roots: Indices
+    layers: Indices
+    rows: Indices
+
+
+def _alike(walk: Walk) -> Iterator[_Alike]:
+    """Sort the classes that may be removed by their layers."""
+    free = walk.atoms.free_classes()
+    sizes = walk.atoms.sizes(free)
+    for size in np.unique(sizes).tolist():
+        roots = free[sizes == size]
+        layers, rows = walk.atoms.rows(roots, size)
+        kinds, kind = np.unique(layers, axis=0, return_inverse=True)
+        for number in range(len(kinds)):
+            own = kind.reshape(-1) == number
+            yield _Alike(roots[own], kinds[number], rows[own])
+
+
+def _in_order(
+    walk: Walk, producers: tuple[str, ...], parts: list[_Alike]
+) -> tuple[Indices, dict[str, tuple[Indices, Indices]]]:
+    """Put units in the order of the rows of the first producer; return them and their rows."""
+    names = [np.array([walk.atoms.layer(int(number)) for number in p.layers]) for p in parts]
+    first = [part.rows[:, n == producers[0]].min(1) for part, n in zip(parts, names, strict=True)]
+    roots = np.concatenate([part.roots for part in parts])
+    order = np.lexsort((roots, np.concatenate(first)))
+    unit = np.argsort(order)
+    ends = np.cumsum([len(part.roots) for part in parts])
+    units = np.split(unit, ends[:-1])
+    rows = {}
+    for name in producers:
+        own = [part.rows[:, n == name] for part, n in zip(parts, names, strict=True)]
+        numbers = [np.repeat(u, o.shape[1]) for u, o in zip(units, own, strict=True)]
+        number = np.concatenate(numbers)
+        sort = np.argsort(number, kind="stable")
+        rows[name] = number[sort], np.concatenate([o.reshape(-1) for o in own])[sort]
+    return roots[order], rows
 
 
 def choose(walk: Walk, groups: list[Group]) -> bool:
@@ -103,27 +150,26 @@ def choose(walk: Walk, groups: list[Group]) -> bool:
     _set_balances(walk, groups)
     _set_scores(walk, groups)
     for group in groups:
-        count = len(group.units)
+        count = group.size
         group.keep = _remaining(group)
         group.note = _note(group, count)
     if not _meet_balances(walk, groups):
         return False
     for group in groups:
-        kept = keep_highest(group.scores, group.keep, groups=group.balance)
-        group.kept = [int(index) for index in kept]
+        group.kept = keep_highest(group.scores, group.keep, groups=group.balance).tolist()
     return True
 
 
 def _remaining(group: Group) -> int:
     keep = remaining_channels(
-        len(group.units),
+        group.size,
         group.ratio,
         groups=group.balance,
         ascend_optimized=group.ascend_optimized,
     )
     # what is left over in a block stays
-    cut = max(0, (len(group.units) - keep) // group.balance) * group.balance
-    return len(group.units) - cut
+    cut = max(0, (group.size - keep) // group.balance) * group.balance
+    return group.size - cut
 
 
 def _note(group: Group, count: int) -> str:
@@ -135,28 +181,37 @@ def _note(group: Group, count: int) -> str:
 
 def _set_balances(walk: Walk, groups: list[Group]) -> None:
     """Find the largest block size at whose multiples all blocks of every group begin and end."""
-    where = {root: (g, i) for g, group in enumerate(groups) for i, root in enumerate(group.roots)}
-    steps = [len(group.units) for group in groups]
+    group_of, unit_of = places_of(walk, groups)
+    steps = [group.size for group in groups]
     sources: list[list[str]] = [[] for _ in groups]
     for balance in walk.balances:
         for block in balance.blocks:
-            inside: dict[int, set[int]] = {}
-            for root in walk.atoms.roots(block).tolist():
-                if root in where:
-                    g, i = where[root]
-                    inside.setdefault(g, set()).add(i)
-            for g, indices in inside.items():
-                edges = [
-                    i
-                    for i in range(1, len(groups[g].units))
-                    if (i in indices) != (i - 1 in indices)
-                ]
-                if edges:
-                    steps[g] = math.gcd(steps[g], *edges)
+            roots = walk.atoms.free(block)
+            for g in np.unique(group_of[roots]).tolist():
+                if g < 0:
+                    continue
+                inside = np.zeros(groups[g].size, bool)
+                inside[unit_of[roots[group_of[roots] == g]]] = True
+                edges = np.flatnonzero(inside[1:] != inside[:-1]) + 1
+                if len(edges):
+                    steps[g] = math.gcd(steps[g], int(np.gcd.reduce(edges)))
                     sources[g].append(balance.reason)
     for group, step, reasons in zip(groups, steps, sources, strict=True):
-        group.balance = len(group.units) // step
+        group.balance = group.size // step
         group.source = "; ".join(dict.fromkeys(reasons))
+
+
+def places_of(walk: Walk, groups: Sequence[Group]) -> tuple[Indices, Indices]:
+    """Return the group and the unit of every root; -1 of other atoms.
+
+    The last entry, -1, is that of fixed channels.
+    """
+    group_of = np.full(walk.atoms.total + 1, -1)
+    unit_of = np.full(walk.atoms.total + 1, -1)
+    for number, group in enumerate(groups):
+        group_of[group.roots] = number
+        unit_of[group.roots] = np.arange(group.size)
+    return group_of, unit_of
 
 
 def _set_scores(walk: Walk, groups: list[Group]) -> None:
@@ -167,28 +222,33 @@ def _set_scores(walk: Walk, groups: list[Group]) -> None:
         listed = []
         for name in group.producers:
             values, index = scores[name]
-            rows = [index[unit.rows[name][0]] for unit in group.units]
-            listed.append(values[torch.tensor(rows)])
+            units, rows = group.rows[name]
+            first = rows[np.searchsorted(units, np.arange(group.size))]
+            listed.append(values[torch.from_numpy(index[first])])
         group.scores = combine_scores(listed, walk.options.importance)
 
 
-def _layer_scores(walk: Walk, name: str) -> tuple[Tensor, list[int]]:
+def _layer_scores(walk: Walk, name: str) -> tuple[Tensor, Indices]:
     """Return the scores of the units of one layer, and the unit of each row."""
     weight, axis, groups = walk.producer_weight(name)
     filters = _filters(weight.detach(), axis, groups)
     atoms = walk.rows_of(weight, axis)
     assert atoms is not None
-    roots = [walk.atoms.root(int(atom)) for atom in atoms]
-    units = {root: i for i, root in enumerate(dict.fromkeys(roots))}
-    index = [units[root] for root in roots]
-    if len(units) == len(roots):
+    index, count = _numbered(walk.atoms.classes(atoms.flatten().numpy()))
+    if count == len(index):
         return filter_scores(filters).cpu(), index
     squares = filters.flatten(1).pow(2).sum(1)
-    place = torch.tensor(index, device=squares.device)
-    total = squares.new_zeros(len(units)).index_add(0, place, squares)
-    count = squares.new_zeros(len(units)).index_add(0, place, torch.ones_like(squares))
-    elements = count * (filters.numel() // filters.shape[0])
+    place = torch.from_numpy(index).to(squares.device)
+    total = squares.new_zeros(count).index_add(0, place, squares)
+    rows = squares.new_zeros(count).index_add(0, place, torch.ones_like(squares))
+    elements = rows * (filters.numel() // filters.shape[0])
     return normalize_scores(total.sqrt() / elements).cpu(), index
+
+
+def _numbered(values: Indices) -> tuple[Indices, int]:
+    """Number values in the order in which they appear; return the numbers and how many."""
+    _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[inverse], len(first)
 
 
 def _filters(weight: Tensor, axis: int, groups: int) -> Tensor:
@@ -202,8 +262,11 @@ def _filters(weight: Tensor, axis: int, groups: int) -> Tensor:
 
 def _meet_balances(walk: Walk, groups: list[Group]) -> bool:
     """Raise the counts of groups until all blocks that must be equal are equal, if they can be."""
-    where = {root: group for group in groups for root in group.roots}
-    blocks = [[_block(walk, block, where) for block in balance.blocks] for balance in walk.balances]
+    group_of, _ = places_of(walk, groups)
+    blocks = [
+        [_block(groups, group_of[walk.atoms.free(block)]) for block in balance.blocks]
+        for balance in walk.balances
+    ]
     pending = True
     while pending:
         pending = False
@@ -232,28 +295,20 @@ class _Block:
 
     def count(self) -> int:
         """Return how many channels stay."""
-        return self.fixed + sum(
-            inside * group.keep // len(group.units) for group, inside in self.parts
-        )
+        return self.fixed + sum(inside * group.keep // group.size for group, inside in self.parts)
 
     def raise_to(self, target: int) -> None:
         """Let more units of the groups stay, until ``target`` channels do."""
         for group, _ in self.parts:
-            while self.count() < target and group.keep < len(group.units):
+            while self.count() < target and group.keep < group.size:
                 group.keep += group.balance
 
 
-def _block(walk: Walk, atoms: Tensor, where: dict[int, Group]) -> _Block:
-    parts: dict[int, tuple[Group, int]] = {}
-    fixed = 0
-    roots = walk.atoms.roots(atoms).flatten().tolist()
-    for root in roots:
-        group = where.get(root)
-        if group is None:
-            fixed += 1
-        else:
-            parts[id(group)] = group, parts.get(id(group), (group, 0))[1] + 1
-    return _Block(fixed, list(parts.values()))
+def _block(groups: list[Group], numbers: Indices) -> _Block:
+    """Count the channels of a block, given the group of each, by group as they first appear."""
+    found, first, counts = np.unique(numbers, return_index=True, return_counts=True)
+    parts = [(groups[found[i]], int(counts[i])) for i in np.argsort(first) if found[i] >= 0]
+    return _Block(int(counts[found < 0].sum()), parts)
 
 
 def _keep_all(walk: Walk, node: str, reason: str, blocks: Iterable[_Block]) -> None:
@@ -261,18 +316,15 @@ def _keep_all(walk: Walk, node: str, reason: str, blocks: Iterable[_Block]) -> N
     pin = Pin("balance_conflict", node, f"{reason} must keep equal counts, which is not possible")
     for block in blocks:
         for group, _ in block.parts:
-            group.keep = len(group.units)
+            group.keep = group.size
             group.note = "nothing_to_cut"
-            walk.atoms.pin(torch.tensor(group.roots), pin)
+            walk.atoms.pin(torch.from_numpy(group.roots), pin)
 
 
 def kept_atoms(walk: Walk, groups: Sequence[Group]) -> Tensor:
     """Return for every atom whether it stays; the last entry is for fixed channels."""
-    removed = {
-        group.units[i].root
-        for group in groups
-        for i in set(range(len(group.units))) - set(group.kept)
-    }
-    total = walk.atoms.total
-    stays = [walk.atoms.root(atom) not in removed for atom in range(total)]
-    return torch.tensor([*stays, True])
+    stays = np.ones(walk.atoms.total + 1, bool)
+    for group in groups:
+        stays[group.roots[group.gone]] = False
+    stays[:-1] = stays[walk.atoms.classes(np.arange(walk.atoms.total))]
+    return torch.from_numpy(stays)
