@@ -200,10 +200,7 @@ class State:
     def check(self) -> None:
         """Raise TraceError if the forward changed anything."""
         for part, before in self._attributes.items():
-            now = _attributes(part)
-            changed = {name for name in now if not _same(now[name], before.get(name))}
-            changed |= before.keys() - now.keys()
-            changed |= {name for name, (value, _) in now.items() if _holds_proxy(value)}
+            changed = _changed(_attributes(part), before)
             if changed:
                 message = f"its forward sets {min(changed)} of a {type(part).__name__}"
                 raise TraceError(message)
@@ -256,6 +253,18 @@ def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
         for name, value in vars(module).items()
         if not name.startswith(_CONSTANT) and name != "training"
     }
+
+
+def _changed(now: dict[str, tuple[Any, Any]], before: dict[str, tuple[Any, Any]]) -> set[str]:
+    """Return the names of attributes that were set, changed inside, or hold proxies."""
+    changed = before.keys() - now.keys()
+    for name, item in now.items():
+        old = before.get(name)
+        if old is not None and item[0] is old[0] and type(item[0]) in _ATOMS:
+            continue  # most are these
+        if not _same(item, old) or _holds_proxy(item[0]):
+            changed.add(name)
+    return changed
 
 
 def _content(value: Any) -> Any:

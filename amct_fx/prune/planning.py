@@ -129,6 +129,13 @@ def _members(walk: Walk, groups: Sequence[Group]) -> list[list[Member]]:
     """Return for each group every axis that follows its units."""
     group_of, unit_of = places_of(walk, groups)
     found: list[list[Member]] = [[] for _ in groups]
+    known: dict[tuple[int, bytes, bytes], tuple[tuple[int, ...], ...]] = {}  # most are alike
+
+    def by_unit(units: Indices, places: Indices, count: int) -> tuple[tuple[int, ...], ...]:
+        key = count, units.tobytes(), places.tobytes()
+        if key not in known:
+            known[key] = _by_unit(units, places, count)
+        return known[key]
 
     def add(atoms: Tensor, make: Any) -> None:
         roots = walk.atoms.free(atoms)
@@ -137,7 +144,7 @@ def _members(walk: Walk, groups: Sequence[Group]) -> list[list[Member]]:
             if g >= 0:
                 places = np.flatnonzero(numbers == g)
                 units = unit_of[roots[places]]
-                found[g].append(make(_by_unit(units, places, groups[g].size)))
+                found[g].append(make(by_unit(units, places, groups[g].size)))
 
     for site in walk.sites.values():
         add(site.atoms, lambda positions, site=site: _site_member(walk, site, positions))
