@@ -135,7 +135,7 @@ def prepare_qat_amct(
     options = PrepareOptions(
         fixed_min_rule, linear_channel_wise, reused, functional, range_merge, outputs
     )
-    config, resolution, settings = None, None, {}
+    config, resolution, settings, reasons = None, None, {}, {}
     if not isinstance(cfg, QConfigMapping):
         config = load_config(cfg, dialect=dialect, name_map=name_map)
     prepared = model if inplace else copy_model(model)
@@ -146,13 +146,13 @@ def prepare_qat_amct(
                 config, found.facts, linear_channel_wise=linear_channel_wise, dialect=dialect
             )
             cfg = qconfig_mapping_from_resolution(resolution, prepared)
-            settings = resolution.prune_settings
+            settings, reasons = resolution.prune_settings, resolution.prune_reasons
         assert isinstance(cfg, QConfigMapping)
         qconfigs = qconfigs_by_layer(prepared, found.facts, cfg, needed=not settings)
         check_finite_weights(prepared, qconfigs)
         check_tied_weights(prepared, qconfigs)
         chosen = plan_pruning(
-            prepared, found.captured, settings, example_inputs, prune_options, plan
+            prepared, found.captured, settings, example_inputs, prune_options, plan, reasons
         )
 
     warn_of_reused_layers(found.facts)

@@ -23,7 +23,7 @@ from amct_fx.prune.parametrization import input_axis
 from amct_fx.prune.plan import PrunePlan
 from amct_fx.prune.planning import plan_channels
 from amct_fx.prune.record import PruneRecord, plan_from_record, set_m4n2_masks
-from amct_fx.prune.remove import remove_channels
+from amct_fx.prune.remove import kept_values, remove_channels
 from amct_fx.report.preparation import preparation_of, record_removal
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def plan_pruning(
     example_inputs: Any,
     options: PruneOptions,
     given: Choice | None = None,
+    reasons: Mapping[str, str] | None = None,
 ) -> PrunePlan | None:
     """Choose the channels to cut.
 
@@ -65,6 +66,7 @@ def plan_pruning(
         options: Those of pruning.
         given: A plan, a record, or the output channels that layers keep, instead of a choice by
             norm.
+        reasons: Why settings do not reach other layers, by name, for the report.
 
     Returns:
         The plan; ``None`` if no channels are pruned.
@@ -80,7 +82,8 @@ def plan_pruning(
         settings = {name: FilterPruneConfig(0.5) for name in names} | dict(settings)
     if not any(isinstance(setting, FilterPruneConfig) for setting in settings.values()):
         return None
-    plan = plan_channels(model, captured.regions, settings, example_inputs, options)
+    others = {name: text for name, text in (reasons or {}).items() if name not in settings}
+    plan = plan_channels(model, captured.regions, settings, example_inputs, options, others)
     if isinstance(given, PruneRecord):
         return plan_from_record(plan, given, dict(model.named_modules()))
     return plan if given is None else plan.with_rows(given)
@@ -136,6 +139,7 @@ def attach_pruning(
     columns: dict[str, Tensor] = {}
     if plan is not None and options.apply == "convert":
         columns = plan.column_masks()
+        _restrict_results(model, plan)
         attach_filter_masks(model, _joined(columns, plan.row_masks()))
         for name, kept in plan.kept_rows().items():
             layer: Any = model.get_submodule(name)
@@ -216,6 +220,19 @@ def _restrict_calibration(model: nn.Module, plan: PrunePlan) -> None:
             quantizer.calibrate_on(
                 _as_mask(kept, channels), axis=-1 if isinstance(layer, nn.Linear) else 1
             )
+
+
+def _restrict_results(model: nn.Module, plan: PrunePlan) -> None:
+    """Let the quantizers of results calibrate on channels that stay, as those of inputs do."""
+    quantizers = {
+        module
+        for name, module in model.named_modules()
+        if name.endswith("output_fake_quant") and isinstance(module, ULQFakeQuantize)
+    }
+    for quantizer, kept, axis in kept_values(model, plan) if quantizers else ():
+        if quantizer in quantizers:
+            assert isinstance(quantizer, ULQFakeQuantize)
+            quantizer.calibrate_on(kept, axis)
 
 
 def _count_kept_columns(model: nn.Module, columns: Mapping[str, Tensor]) -> None:

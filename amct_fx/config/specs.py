@@ -209,3 +209,9 @@ class Resolution:
         """How each layer is pruned, by name; layers that are not are absent."""
         specs = self.layers.values()
         return {spec.name: spec.prune for spec in specs if spec.prune is not None}
+
+    @property
+    def prune_reasons(self) -> dict[str, str]:
+        """Why the settings of pruning do not reach other layers, by name."""
+        specs = self.layers.values()
+        return {spec.name: spec.prune_reason for spec in specs if spec.prune_reason}

@@ -265,7 +265,6 @@ def prune_plan(
         raise Source(config.file).error(message)
     with discovered(model, PrepareOptions(), example_inputs, prune_mode=chosen.mode) as found:
         resolution = resolve(config, found.facts)
-        layers = resolution.layers.items()
-        reasons = {name: spec.prune_reason for name, spec in layers if spec.prune_reason}
         regions, settings = found.captured.regions, resolution.prune_settings
+        reasons = resolution.prune_reasons
         return plan_channels(model, regions, settings, example_inputs, chosen, reasons)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from amct_fx.prune.channels.walk import Walk
     from amct_fx.prune.plan import PrunePlan
 
-__all__ = ["KeptIndices", "remove_channels"]
+__all__ = ["KeptIndices", "kept_values", "remove_channels"]
 
 KeptIndices = dict[str, dict[int, Tensor]]
 """By name of the tensor and axis, the int64 indices that stayed, in their new order."""
@@ -84,6 +84,34 @@ def remove_channels(
         if install and (own or (kept and region.guard.form is not None)):
             install_graph(region.module, region.graph, region.guard)
     return kept
+
+
+def kept_values(model: nn.Module, plan: PrunePlan) -> Iterator[tuple[nn.Module, Tensor, int]]:
+    """Say what stays of the tensors that single modules read, such as quantizers of results.
+
+    Args:
+        model: A prepared model that runs its graphs, its weights not masked yet.
+        plan: What to cut.
+
+    Yields:
+        For each module that a traced part calls on one tensor that loses channels along one axis:
+        the module, a uint8 mask over the channels, and the axis.
+
+    Raises:
+        PruneError: If the plan does not fit the model.
+    """
+    parts = _regions(model, plan)
+    walk = _analysis(model, plan, parts)
+    state = _replayed(walk, _groups_as_planned(walk, plan))
+    for node in (node for region in parts for node in region.graph.nodes):
+        source = node.args[0] if len(node.args) == 1 else None
+        module, space = walk.module(node), walk.space(source)
+        if module is None or space is None or len(space.axes) != 1:
+            continue
+        kept = torch.zeros(space.atoms.numel(), dtype=torch.uint8)
+        kept[state.places[source].flatten()] = 1
+        if not bool(kept.all()):
+            yield module, kept, space.axis
 
 
 def _regions(model: nn.Module, plan: PrunePlan) -> list[Region]:

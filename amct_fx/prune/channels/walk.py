@@ -146,8 +146,9 @@ class Walk:
         known = self.facts.values.get(self.region(value).name, {})
         if value.name in known:
             return known[value.name]
-        # a quantizer that prepare inserted has the shape of what it reads
-        source = value.args[0] if value.op == "call_module" and value.args else None
+        # a quantizer that prepare inserted, or a copy, has the shape of what it reads
+        alike = value.op == "call_module" or value.target == "clone"
+        source = value.args[0] if alike and value.args else None
         return self.fact(source) if isinstance(source, fx.Node) else None
 
     def shape(self, value: Any) -> Shape | None:
