@@ -263,9 +263,9 @@ def _read(path: str | os.PathLike[str], map_location: Any) -> dict[str, Any]:
     except IsADirectoryError as error:
         message = f"{name} is a folder; give the path of a checkpoint"
         raise CheckpointError(message) from error
-    except OSError:
-        raise
     except Exception as error:  # unpickling foreign bytes raises many classes
+        if isinstance(error, OSError) and error.filename is not None:
+            raise  # of the file; a seek beyond the end of what is cut off names none
         message = f"{name} is no checkpoint: {_why_unreadable(error)}"
         raise CheckpointError(message) from error
     version = content.get("amct_fx_checkpoint") if isinstance(content, dict) else None
@@ -284,7 +284,7 @@ def _read(path: str | os.PathLike[str], map_location: Any) -> dict[str, Any]:
 
 def _why_unreadable(error: Exception) -> str:
     """Return one sentence; torch's own is an advice of many lines to trust the file."""
-    if isinstance(error, EOFError):
+    if isinstance(error, (EOFError, OSError)):
         return "it is empty or cut off"
     if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
         return "it holds Python objects, such as a whole model, not only tensors and plain data"

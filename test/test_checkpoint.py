@@ -110,6 +110,15 @@ def test_whatever_bytes_a_file_holds_the_message_is_that_it_is_no_checkpoint(tmp
         load_checkpoint(tmp_path / "junk.pt", Net())
 
 
+def test_a_checkpoint_that_is_cut_off_anywhere_is_no_checkpoint(tmp_path):
+    save_checkpoint(prepare_qat_amct(Net()), tmp_path / "whole.pt")
+    whole = (tmp_path / "whole.pt").read_bytes()
+    for size in (1, 100, 5000, len(whole) // 2, len(whole) - 10):
+        (tmp_path / "cut.pt").write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match=r"cut\.pt is no checkpoint: \w"):
+            load_checkpoint(tmp_path / "cut.pt", Net())
+
+
 def test_a_newer_format_is_refused(tmp_path):
     torch.save({"amct_fx_checkpoint": 99}, tmp_path / "new.pt")
     with pytest.raises(CheckpointError, match="format 99"):

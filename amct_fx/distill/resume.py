@@ -73,9 +73,9 @@ class Checkpoint:
             return Progress(0, torch.get_rng_state(), History())
         try:
             content = torch.load(self._path, map_location="cpu", weights_only=True)
-        except OSError:
-            raise
         except Exception as error:  # unpickling foreign bytes raises many classes
+            if isinstance(error, OSError) and error.filename is not None:
+                raise
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             message = f"{self._path} cannot be read: {reason}"
             raise CheckpointError(message) from error

@@ -103,7 +103,7 @@ def run_batch(model: nn.Module, batch: Any, number: int, forward: Forward | None
     """
     try:
         return (forward or call_model)(model, batch)
-    except (RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
+    except Exception as error:  # whatever the user's model or function raises
         if isinstance(error, InputDataError):
             raise
         first = (str(error).splitlines() or [""])[0]
