@@ -5,9 +5,11 @@ Source: spec/pruning.md section 3.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
 from torch.fx.node import map_arg
 
@@ -96,15 +98,22 @@ def _number(walk: Walk, state: Replay, node: fx.Node) -> Any:
             dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
             return shape if dim is None else shape[int(dim)]  # type: ignore[arg-type]
         return shape if node.target is getattr and node.args[1] == "shape" else fact
-    if node.op != "call_function" or any(
+    if node.op not in ("call_function", "call_method") or any(
         isinstance(walk.fact(value), TensorFact) for value in node.all_input_nodes
     ):
         return fact
     args, kwargs = map_arg((node.args, node.kwargs), lambda value: _number(walk, state, value))
     try:
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        if isinstance(node.target, str):
+            return getattr(_as_size(args[0]), node.target)(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)
     except Exception:  # any function of the user's
         return fact
+
+
+def _as_size(value: Any) -> Any:
+    """Give a shape the methods that the graph calls, such as ``numel``."""
+    return torch.Size(value) if isinstance(value, tuple) else value
 
 
 def remaining_shape(walk: Walk, state: Replay, value: Any) -> tuple[int, ...] | None:
@@ -122,7 +131,11 @@ def _freeze_numbers(walk: Walk, state: Replay) -> None:
 
     Sizes of views follow the channels; a divisor or a scale keeps its old value.
     """
-    sized = {step.node for step in walk.steps if isinstance(step, (Rearranged, Expanded))}
+    sized = {
+        step.node
+        for step in walk.steps
+        if isinstance(step, Expanded) or (isinstance(step, Rearranged) and step.sized)
+    }
     for region in walk.regions:
         for node in region.graph.nodes:
             if node in sized or not (node.op == "output" or _makes_tensors(walk.fact(node))):
@@ -137,12 +150,33 @@ def _freeze_numbers(walk: Walk, state: Replay) -> None:
             if not changed:
                 continue
             for value, fact in changed.items():
-                if isinstance(fact, tuple):
-                    raise Misfit(
-                        node, _ancestor_atoms(walk, value), "a whole shape is used as data"
-                    )
+                if isinstance(fact, tuple) or _follows_inputs(walk, value):
+                    text = "a size that also depends on the inputs is used as data"
+                    raise Misfit(node, _ancestor_atoms(walk, value), text)
             args, kwargs = state.arguments.get(node, (node.args, node.kwargs))
             state.arguments[node] = _replaced(args, changed), _replaced(kwargs, changed)
+
+
+def _follows_inputs(walk: Walk, node: fx.Node) -> bool:
+    """Say whether a number is made of more than counts of channels, so that none can be kept."""
+    if node.op in ("placeholder", "call_module"):
+        return True
+    source = node.args[0] if node.args else None
+    index = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    if node.target is operator.getitem and isinstance(source, fx.Node) and _is_shape(walk, source):
+        source = source.args[0]
+    elif not isinstance(walk.fact(source), TensorFact):
+        return any(_follows_inputs(walk, value) for value in node.all_input_nodes)
+    space = walk.space(source)
+    if space is None or not isinstance(index, int):
+        return True
+    return index % space.atoms.dim() not in space.axes
+
+
+def _is_shape(walk: Walk, node: fx.Node) -> bool:
+    """Say whether a node gives the whole shape of a tensor."""
+    plain = node.target == "size" or (node.target is getattr and node.args[1] == "shape")
+    return plain and isinstance(walk.fact(node), tuple)
 
 
 def _replaced(arguments: Any, values: Mapping[fx.Node, Any]) -> Any:

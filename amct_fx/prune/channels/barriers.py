@@ -15,8 +15,8 @@ from torch import fx, nn
 from torch.ao.quantization import FakeQuantizeBase
 
 from amct_fx.graph.shapes import TensorFact
-from amct_fx.prune.channels.elementwise import kind_of_operation
 from amct_fx.prune.channels.walk import Walk, float_class
+from amct_fx.prune.channels.zeros import kind_of_operation
 
 if TYPE_CHECKING:
     from amct_fx.prune.channels.space import Record, Space

@@ -15,6 +15,7 @@ from amct_fx.prune.channels.sites import Site
 from amct_fx.prune.channels.space import Space
 from amct_fx.prune.channels.steps import Attach, Joined
 from amct_fx.prune.channels.walk import Walk
+from amct_fx.prune.channels.zeros import is_singular, stays_zero
 
 __all__ = ["FUNCTIONS", "METHODS", "MODULES", "elementwise", "first_only"]
 
@@ -50,12 +51,13 @@ def elementwise(walk: Walk, node: fx.Node) -> None:
     out = Space(
         aligned,
         space.axis + len(shape) - space.atoms.dim(),
-        zero=_stays_zero(walk, node, operands),
+        zero=stays_zero(walk, node),
         records=space.records,
     )
     walk.spaces[node] = out
     walk.steps.append(Joined(node, tuple(joined), out))
-    _note_singular(walk, node, out)
+    if is_singular(walk, node):
+        walk.atoms.forbid_row_masks(out.atoms)
     if not out.zero and _in_place(walk, node):
         walk.taint(node)
 
@@ -154,123 +156,6 @@ def _attach(
     key = walk.bind(node, Site("", "", axis, "attached", rows[0]), tensor)
     walk.steps.append(Attach(node, main, space, (key,)))
 
-
-def _stays_zero(walk: Walk, node: fx.Node, operands: list[fx.Node]) -> bool:
-    """Say whether zeros in stay zeros out."""
-    kind = kind_of_operation(walk, node)
-    flags = [space.zero if (space := walk.space(value)) else False for value in operands]
-    numbers = [value for value in _flat(node.args) if isinstance(value, (int, float))]
-    if kind in _PRODUCTS:
-        return any(flags) and not _divides_by_channels(walk, node)
-    if kind in _SUMS:
-        return all(flags) and not any(numbers)
-    return all(flags) and (kind in ZERO_TO_ZERO or kind.endswith("fakequantize"))
-
-
-def _divides_by_channels(walk: Walk, node: fx.Node) -> bool:
-    divisor = node.args[1] if len(node.args) > 1 else None
-    return kind_of_operation(walk, node) in _QUOTIENTS and walk.space(divisor) is not None
-
-
-def _note_singular(walk: Walk, node: fx.Node, space: Space) -> None:
-    """Forbid row masks where 0 has no finite value or slope."""
-    kind = kind_of_operation(walk, node)
-    power = node.args[1] if len(node.args) > 1 else node.kwargs.get("exponent")
-    singular = kind in SINGULAR or _divides_by_channels(walk, node)
-    if kind in _POWERS:
-        singular = not isinstance(power, (int, float)) or power < 1
-    if kind in _QUOTIENTS and len(node.args) > 1 and not isinstance(node.args[0], fx.Node):
-        singular = True
-    if singular:
-        walk.atoms.forbid_row_masks(space.atoms)
-
-
-def kind_of_operation(walk: Walk, node: fx.Node) -> str:
-    """Return the plain name of what a node does: ``relu`` for ReLU, F.relu and ``relu_``."""
-    if node.op == "call_module":
-        return type(walk.module(node)).__name__.lower()
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name.strip("_").lower()
-
-
-def _flat(values: Any) -> list[Any]:
-    flat: list[Any] = []
-    for value in values:
-        flat += _flat(value) if isinstance(value, (tuple, list)) else [value]
-    return flat
-
-
-_SUMS = {"add", "iadd", "sub", "isub", "rsub", "subtract"}
-_QUOTIENTS = {"div", "truediv", "itruediv", "divide", "true_divide"}
-_PRODUCTS = {"mul", "imul", "multiply"} | _QUOTIENTS
-_POWERS = {"pow", "ipow", "float_power"}
-SINGULAR = {
-    "log",
-    "log2",
-    "log10",
-    "reciprocal",
-    "rsqrt",
-    "sqrt",
-    "norm",
-    "acosh",
-    "arccosh",
-    "log_sigmoid_input",
-    "logit",
-}
-ZERO_TO_ZERO = {
-    "relu",
-    "relu6",
-    "leaky_relu",
-    "leakyrelu",
-    "gelu",
-    "silu",
-    "mish",
-    "tanh",
-    "hardtanh",
-    "hardswish",
-    "elu",
-    "selu",
-    "celu",
-    "abs",
-    "neg",
-    "sin",
-    "tan",
-    "asin",
-    "atan",
-    "sinh",
-    "erf",
-    "square",
-    "ceil",
-    "floor",
-    "round",
-    "sign",
-    "softsign",
-    "tanhshrink",
-    "softshrink",
-    "hardshrink",
-    "rrelu",
-    "prelu",
-    "identity",
-    "dropout",
-    "dropout1d",
-    "dropout2d",
-    "dropout3d",
-    "clone",
-    "detach",
-    "contiguous",
-    "float",
-    "half",
-    "double",
-    "bfloat16",
-    "to",
-    "type",
-    "type_as",
-    "expm1",
-    "log1p",
-    "asinh",
-    "atanh",
-    "trunc",
-}
 
 _UNARY_NAMES = [
     "abs",

@@ -139,7 +139,8 @@ def _layer(walk: Walk, node: fx.Node, kind: str) -> None:
     call = layer_call(walk, node, kind)
     shape = None if call is None else walk.shape(call.source)
     if call is None or shape is None:
-        walk.pin_inputs(node, "functional_weight", "its weight is not a parameter of the model")
+        text = "its weight is computed, or is not the weight of a layer such as nn.Conv2d"
+        walk.pin_inputs(node, "functional_weight", text)
         return
     walk.calls.setdefault(call.name, node)
     if kind != "linear" and len(shape) != call.weight.dim():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +44,12 @@ def attribute(walk: Walk, node: fx.Node) -> None:
         space = walk.space(node.args[0])
         if space is not None:
             walk.steps.append(Joined(node, (node.args[0],), space))
-    elif walk.shape(node) is not None:
+    elif walk.shape(node) is not None or node.args[1] not in _OF_NO_CHANNELS:
         walk.pin_inputs(node, "unknown_op", f"attribute {node.args[1]!r} is not known")
+
+
+_OF_NO_CHANNELS = {"shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_cuda"}
+"""Attributes of tensors that say nothing of the channels, or follow them."""
 
 
 def view(walk: Walk, node: fx.Node) -> None:
@@ -60,7 +65,7 @@ def view(walk: Walk, node: fx.Node) -> None:
     def arguments(state: Replay, sizes: list[Shape]) -> Any:
         return _with_sizes(walk, node, state, sizes[0])
 
-    rearrange(walk, node, run, arguments)
+    rearrange(walk, node, run, arguments, sized=True)
 
 
 def _items(value: Any) -> list[Any]:
@@ -81,14 +86,18 @@ def _with_sizes(walk: Walk, node: fx.Node, state: Replay, wanted: Shape) -> Any:
             return None
         given = list(wanted)
     else:
-        shift = len(wanted) - len(given)
-        given = [
-            item if is_right(walk, state, item, wanted[i + shift]) else wanted[i + shift]
-            for i, item in enumerate(given)
-        ]
+        given = _right_sizes(walk, state, given, wanted[len(wanted) - len(given) :])
     if key is not None:
         return node.args, {**node.kwargs, key: tuple(given)}
     return (node.args[0], tuple(given)) if packed else (node.args[0], *given), dict(node.kwargs)
+
+
+def _right_sizes(walk: Walk, state: Replay, given: Sequence[Any], wanted: Shape) -> Shape:
+    """Return ``wanted`` sizes; where what is given comes to the same, that."""
+    return tuple(
+        item if is_right(walk, state, item, size) else size
+        for item, size in zip(given, wanted, strict=True)
+    )
 
 
 def _is_packed(walk: Walk, value: Any) -> bool:
@@ -99,12 +108,13 @@ def _is_packed(walk: Walk, value: Any) -> bool:
 
 def unflatten(walk: Walk, node: fx.Node) -> None:
     """Handle ``unflatten(x, dim, sizes)``."""
+    module: Any
     if node.op == "call_module":
-        module: Any = walk.module(node)
+        module = walk.module(node)
         name = walk.name(node)
         dim, position = module.dim, None
     else:
-        name, position = "", 2
+        name, module, position = "", None, 2
         dim = dense_arguments(walk, node.args[1] if len(node.args) > 1 else node.kwargs.get("dim"))
     rank = len(walk.shape(source_of(node)) or ())
     count = len(walk.shape(node) or ()) - rank + 1
@@ -117,13 +127,16 @@ def unflatten(walk: Walk, node: fx.Node) -> None:
         return [tensor.reshape(sizes[0])]
 
     def arguments(state: Replay, sizes: list[Shape]) -> Any:
-        wanted = tuple(sizes[0][first : first + count])
+        wanted = sizes[0][first : first + count]
+        given = _items(module.unflattened_size if position is None else node.args[2])
+        if len(given) == count:  # a size that is right follows the inputs
+            wanted = _right_sizes(walk, state, given, wanted)
         if position is None:
             state.attributes[name, "unflattened_size"] = wanted
             return None
         return (*node.args[:2], wanted), dict(node.kwargs)
 
-    rearrange(walk, node, run, arguments)
+    rearrange(walk, node, run, arguments, sized=True)
 
 
 @dataclass

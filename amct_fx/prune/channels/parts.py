@@ -46,11 +46,17 @@ def split(walk: Walk, node: fx.Node) -> None:
         value: Any = lengths[0] if plain and same else lengths
         if plain and same and is_right(walk, state, given, lengths[0]):
             return None
+        if isinstance(given, (tuple, list)) and len(given) == len(lengths):
+            value = [
+                item if is_right(walk, state, item, length) else length
+                for item, length in zip(given, lengths, strict=True)
+            ]
         if key:
             return node.args, {**node.kwargs, key: value}
         return (node.args[0], value, *node.args[2:]), dict(node.kwargs)
 
-    rearrange(walk, node, run, arguments, equal_parts=_equal(walk, node, f"parts of {node.name}"))
+    text = _equal(walk, node, f"parts of {node.name}")
+    rearrange(walk, node, run, arguments, equal_parts=text, sized=True)
 
 
 def _equal(walk: Walk, node: fx.Node, text: str) -> str:

@@ -54,6 +54,8 @@ class Rearranged(Step):
             the replay, ``None`` for the full tensor.
         arguments: Returns the arguments for given sizes of the results, or ``None`` if they need
             no change.
+        sized: The arguments name sizes of the result, which follow the channels; the numbers in
+            those of other operations keep their values.
     """
 
     node: fx.Node
@@ -64,6 +66,7 @@ class Rearranged(Step):
     moved: tuple[Tensor, ...]
     run: Run
     arguments: Callable[[Replay, list[Shape]], Any]
+    sized: bool = False
 
     def replay(self, state: Replay) -> None:
         """Run the operation on the places that remain."""
@@ -164,6 +167,7 @@ def rearrange(
     arguments: Callable[[Replay, list[Shape]], Any],
     *,
     equal_parts: str = "",
+    sized: bool = False,
 ) -> None:
     """Handle an operation that moves elements of its first input."""
     source = source_of(node)
@@ -198,7 +202,7 @@ def rearrange(
         if any(not torch.equal(blocks[0], other) for other in blocks[1:]):
             walk.balance(node, blocks, equal_parts)
     parts = tuple(zip(keys, shapes, spaces, strict=True))
-    step = Rearranged(node, source, shape, space, parts, tuple(moved), run, arguments)
+    step = Rearranged(node, source, shape, space, parts, tuple(moved), run, arguments, sized)
     walk.steps.append(step)
 
 

@@ -133,9 +133,13 @@ def _full_name(value: Any) -> str:
     return f"{getattr(value, '__module__', '')}.{name}"
 
 
+_OF_NO_CHANNELS = {"size", "dim", "ndimension", "is_floating_point", "element_size", "get_device"}
+"""Methods whose result says nothing of the channels, or follows them."""
+
+
 def _refuse(walk: Walk, node: fx.Node) -> None:
     """Pin what a node without a rule reads."""
-    if node.op == "call_method" and node.target in ("size", "dim", "numel", "item", "stride"):
+    if node.op == "call_method" and node.target in _OF_NO_CHANNELS:
         return
     module = walk.module(node)
     if module is None:
