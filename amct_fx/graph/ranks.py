@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-__all__ = ["RANK", "expect_length", "known_length"]
+__all__ = ["RANK", "expect_length", "known_length", "parts_made"]
 
 RANK = "amct_fx_rank"
 """Key of ``node.meta`` under which the rank of a tensor stands, if it is known."""
@@ -41,6 +41,25 @@ def known_length(node: fx.Node) -> int | None:
     constant = all(bound is None or isinstance(bound, int) for bound in bounds)
     length = known_length(source) if constant else None
     return None if length is None else len(range(length)[part])
+
+
+def parts_made(node: fx.Node) -> int | None:
+    """Return how many parts a chunk or split makes, if its arguments say so.
+
+    A chunk into two or three makes fewer only of an axis with fewer than five elements; then the
+    graph raises an ``IndexError``.
+
+    Args:
+        node: A node of a graph that is being traced.
+    """
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    key = {"chunk": "chunks", "split": "split_size_or_sections"}.get(name)
+    if node.op not in ("call_function", "call_method") or key is None:
+        return None
+    given: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get(key)
+    if name == "split":
+        return len(given) if isinstance(given, (tuple, list)) else None
+    return given if given in (2, 3) else None
 
 
 def expect_length(sizes: Sized, length: int) -> Any:

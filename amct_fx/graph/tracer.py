@@ -31,7 +31,7 @@ from amct_fx.graph.guards import (
     unusual_modes,
 )
 from amct_fx.graph.questions import CodeReader
-from amct_fx.graph.ranks import RANK, expect_length, known_length
+from amct_fx.graph.ranks import RANK, expect_length, known_length, parts_made
 
 if TYPE_CHECKING:
     from amct_fx.graph.attributes import Watched
@@ -173,11 +173,17 @@ class IslandTracer(fx.Tracer):
                 value.node.meta[RANK] = rank
 
     def length_of(self, obj: fx.Proxy) -> int | None:
-        """Return how many sizes a shape has; only where another form of call can be told."""
+        """Return how many parts there are, or sizes where another form of call can be told."""
+        parts = parts_made(obj.node)
+        if parts is not None:
+            return parts
         return None if self._form is None else known_length(obj.node)
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        """Unpack a shape of known rank."""
+        """Unpack a shape of known rank, or the parts of a tensor."""
+        parts = parts_made(obj.node)
+        if parts is not None:
+            return iter([obj[index] for index in range(parts)])
         length = self.length_of(obj)
         if length is None:
             self.note_complaint("its forward iterates over a value")

@@ -274,3 +274,27 @@ def test_an_attribute_first_used_in_a_failed_attempt_is_made_anew():
     for region in captured.regions:
         install_graph(region.module, region.graph, region.guard)
     assert torch.equal(model(x), expected)
+
+
+class Listed(nn.Module):
+    """Grows a list of parts, as the blocks of YOLO do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 12)
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = list(self.fc(x).chunk(2, -1))
+        parts.append(self.inner(parts[-1]))
+        first, second = map(torch.relu, torch.split(torch.cat(parts, -1), [6, 12], -1))
+        return torch.cat([first, second], -1)
+
+
+def test_the_parts_of_a_chunk_or_split_can_be_listed():
+    model = Listed()
+    x = torch.randn(3, 8)
+    expected = model(x)
+    captured = capture(model, is_layer)
+    assert not captured.islands
+    assert torch.equal(model(x), expected)
