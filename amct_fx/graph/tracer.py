@@ -183,7 +183,7 @@ class IslandTracer(fx.Tracer):
         """Unpack a shape of known rank, or the parts of a tensor."""
         parts = parts_made(obj.node)
         if parts is not None:
-            return iter([obj[index] for index in range(parts)])
+            return iter([obj[index] for index in range(parts)])  # type: ignore[index]
         length = self.length_of(obj)
         if length is None:
             self.note_complaint("its forward iterates over a value")
