@@ -163,6 +163,7 @@ def test_compile_takes_the_started_model_whole(cfg):
 
 
 def test_inductor_compiles_the_started_and_the_converted_model_whole():
+    torch._dynamo.reset()  # other tests have compiled the same forwards
     model = prepare_qat_amct(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
     x = torch.randn(16, 4)
     expected = model(x)
