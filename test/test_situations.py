@@ -383,7 +383,8 @@ def in_a_new_process(code: str, *arguments: str) -> str:
         capture_output=True,
         text=True,
         cwd=root,
-        env={**os.environ, "PYTHONPATH": path},
+        # As many threads as here: others add in another order.
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(torch.get_num_threads())},
     )
     return result.stdout
 
