@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from amct_fx import convert_amct, prepare_qat_amct, prune_plan
 from test.prune import networks as nets
+from test.versions import skip_unless_fx_traces
 
 CFG = """prune_config { filter_pruner {
     balanced_l2_norm_filter_prune { prune_ratio: 0.5 ascend_optimized: false } } }"""
@@ -57,6 +58,7 @@ COUNTED_CHANNELS: dict[str, Operation] = {
 
 @pytest.mark.parametrize("name", COUNTED_CHANNELS)
 def test_a_count_of_channels_that_is_no_size_of_a_result_keeps_its_value(name: str) -> None:
+    skip_unless_fx_traces(COUNTED_CHANNELS[name])
     model = network(COUNTED_CHANNELS[name])
     assert is_cut(model)
     assert_removal_changes_nothing(model, IMAGE, OTHER)
@@ -91,6 +93,7 @@ SIZES_OF_INPUTS: dict[str, Operation] = {
 
 @pytest.mark.parametrize("name", SIZES_OF_INPUTS)
 def test_sizes_of_the_inputs_are_not_written_into_the_graph(name: str) -> None:
+    skip_unless_fx_traces(SIZES_OF_INPUTS[name])
     model = network(SIZES_OF_INPUTS[name])
     assert is_cut(model)
     assert_removal_changes_nothing(model, IMAGE, OTHER)
