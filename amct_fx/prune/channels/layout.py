@@ -164,38 +164,38 @@ class Expanded(Step):
 
 def expand(walk: Walk, node: fx.Node) -> None:
     """Handle expand: the axes of the channels stay as they are."""
-    source = source_of(node)
-    space, own, shape = walk.space(source), walk.shape(source), walk.shape(node)
-    if space is None:
-        walk.settle(node, None, node.all_input_nodes)
-        return
-    shift = 0 if shape is None or own is None else len(shape) - len(own)
-    if shape is None or own is None or any(own[a] != shape[a + shift] for a in space.axes):
-        walk.pin_inputs(node, "width_mismatch", "it repeats channels")
-        return
-    out = Space(space.aligned(len(shape)), space.axis + shift, zero=space.zero)
-    walk.spaces[node] = out
-    walk.steps.append(Expanded(walk, node, source, shape, out))
+    space, shape = _stretched(walk, node), walk.shape(node)
+    if space is not None and shape is not None:
+        walk.steps.append(Expanded(walk, node, source_of(node), shape, space))
 
 
 def repeat(walk: Walk, node: fx.Node) -> None:
     """Handle repeat: its numbers are factors, so nothing is rewritten."""
     source = source_of(node)
+    before, out = walk.space(source), _stretched(walk, node)
+    if before is None or out is None:
+        return
+    if out.axis != before.axis:
+        walk.steps.append(Joined(node, (source,), out))
+    else:
+        axes = tuple(range(before.atoms.dim()))
+        walk.steps.append(Reduced(node, source, node, out, axes))
+
+
+def _stretched(walk: Walk, node: fx.Node) -> Space | None:
+    """Give the result of expand or repeat its channels; ``None`` without any, or if it pins."""
+    source = source_of(node)
     space, own, shape = walk.space(source), walk.shape(source), walk.shape(node)
     if space is None:
         walk.settle(node, None, node.all_input_nodes)
-        return
+        return None
     shift = 0 if shape is None or own is None else len(shape) - len(own)
     if shape is None or own is None or any(own[a] != shape[a + shift] for a in space.axes):
         walk.pin_inputs(node, "width_mismatch", "it repeats channels")
-        return
+        return None
     out = Space(space.aligned(len(shape)), space.axis + shift, zero=space.zero)
     walk.spaces[node] = out
-    axes = tuple(range(space.atoms.dim()))
-    if shift:
-        walk.steps.append(Joined(node, (source,), out))
-    else:
-        walk.steps.append(Reduced(node, source, node, out, axes))
+    return out
 
 
 def pixel_shuffle(walk: Walk, node: fx.Node) -> None:
