@@ -9,6 +9,7 @@ values and what is counted is made by that layer alone.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from amct_fx.nn.quantized import Quantize
 
 from .agreement import agreement_of, tensors_of
 
-__all__ = ["Layerwise", "compare_file", "compare_layerwise", "run_file"]
+__all__ = ["Layerwise", "calls_in_file", "compare_file", "compare_layerwise", "run_file"]
 
 _MIN_EQUAL = 0.995
 _MAX_STEPS = 2
@@ -133,12 +134,9 @@ def compare_file(
         expected = tensors_of(converted(*args, **kwargs))
     cut = onnx.load(path)
     outputs = [item.name for item in cut.graph.output]
+    calls = [_call_of(node) for node in cut.graph.node if node.op_type == "QuantizeLinear"]
     names = _cut_behind_quantizers(cut)
-    if len(names) != len(made):
-        made = _without_repetitions(made, converted)
-    if len(names) != len(made):
-        message = f"{len(names)} quantizers in the file, {len(made)} in torch"
-        raise ValueError(message)
+    made = calls_in_file(made, calls, converted)
     codes = {_INPUT + name: item for name, (_, item) in zip(names, made, strict=True)}
     results = run_file(cut.SerializeToString(), {**values, **codes}, [*names, *outputs])
     found = Layerwise()
@@ -162,22 +160,64 @@ def run_file(
     return [torch.from_numpy(output) for output in session.run(names, feed)]
 
 
-def _without_repetitions(
-    made: list[tuple[str, Tensor]], converted: nn.Module
+def calls_in_file(
+    made: list[tuple[str, Tensor]], calls: list[tuple[str, int] | None], converted: nn.Module
 ) -> list[tuple[str, Tensor]]:
-    """Drop calls that gave the same codes as an earlier one of an equal quantizer.
+    """Return the calls of quantizers that a file holds, in the order of its quantizers.
 
-    Layers of a part that was not traced each quantize what they read; where they read one tensor,
-    the exporter merges the equal quantizers.
+    The file may hold fewer than torch made: layers of a part that was not traced each quantize
+    what they read, and where two equal quantizers read one tensor, ``torch.export`` merges them.
+
+    Args:
+        made: Name of the quantizer and codes of every call in torch, in order.
+        calls: For every quantizer of the file the name and the number of its call, where the
+            exporter wrote them down.
+        converted: The model in torch.
+
+    Raises:
+        ValueError: If a quantizer of the file is not the call it says it is, or a call is
+            missing that no other call with equal codes stands for.
     """
-    kept: list[tuple[Any, str, Tensor]] = []
-    for name, codes in made:
-        qparams = converted.get_submodule(name).qparams[2:]
-        if not any(qparams == other and torch.equal(codes, seen) for other, _, seen in kept):
-            kept.append((qparams, name, codes))
-    return [(name, codes) for _, name, codes in kept]
+    if len(calls) == len(made):
+        numbers = list(range(len(made)))
+    else:
+        numbers = [number for _, number in filter(None, calls)]
+    kept = [made[number] for number in numbers]
+    wrong = [call for call, (name, _) in zip(calls, kept, strict=False) if call and call[0] != name]
+    if len(kept) != len(calls) or wrong:
+        message = f"{len(calls)} quantizers in the file, {len(made)} in torch; unknown: {wrong}"
+        raise ValueError(message)
+    for number, (name, codes) in enumerate(made):
+        if number not in numbers and not _stands_for(kept, name, codes, converted):
+            message = f"call {number}, of {name}, is not in the file"
+            raise ValueError(message)
+    return kept
 
 
+def _stands_for(
+    kept: list[tuple[str, Tensor]], name: str, codes: Tensor, converted: nn.Module
+) -> bool:
+    """Say whether an equal quantizer made the same codes."""
+    qparams = converted.get_submodule(name).qparams[2:]
+    return any(
+        converted.get_submodule(other).qparams[2:] == qparams and torch.equal(seen, codes)
+        for other, seen in kept
+    )
+
+
+def _call_of(node: onnx.NodeProto) -> tuple[str, int] | None:
+    """Return what ``torch.export`` wrote of a quantizer: its module, and the number of its call.
+
+    The number is that of the node in the exported graph, ``quantize_per_tensor_8``.
+    """
+    scopes = next((p.value for p in node.metadata_props if p.key == _SCOPES), None)
+    if scopes is None:
+        return None
+    *_, module, operator = ast.literal_eval(scopes)
+    return module, int(operator.removeprefix("quantize_per_tensor").lstrip("_") or 0)
+
+
+_SCOPES = "pkg.torch.onnx.name_scopes"
 _INPUT = "given_"
 
 

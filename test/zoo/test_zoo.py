@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch import nn
+
+from amct_fx.nn.quantized import Quantize
 
 from . import pipeline
 from .agreement import agreement_of
 from .catalog import LIBRARIES, entries_of
-from .layerwise import Layerwise
+from .layerwise import Layerwise, calls_in_file, compare_file
 from .libraries import is_installed
 
 if TYPE_CHECKING:
@@ -82,3 +85,37 @@ def test_outputs_are_compared_by_their_range():
     assert agreement_of([left], [right]).difference == pytest.approx(0.25)
     with pytest.raises(ValueError, match="shapes"):
         agreement_of([left], [left, right])
+
+
+class _Merged(nn.Module):
+    """Two quantizers of one tensor, and two that make the same codes of different tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three, self.four = (Quantize(0.5, 0) for _ in range(4))
+
+    def forward(self, x):
+        tensors = self.one(x), self.two(x), self.three(x.relu()), self.four(x * 1.0078125)
+        return torch.stack(tensors).float()
+
+
+def test_a_file_with_merged_quantizers_is_compared_by_their_names(tmp_path):
+    pytest.importorskip("onnxruntime")
+    model, x = _Merged().eval(), torch.tensor([1.0, 2.0, 3.0])
+    path = tmp_path / "model.onnx"
+    torch.onnx.export(model, (x,), path, input_names=["x"], dynamo=True, verbose=False)
+    found = compare_file(model, path, (x,), {}, {"x": x})
+    found.require()
+    assert found.quantizers == 3
+
+
+def test_a_merged_quantizer_must_make_the_codes_of_the_one_that_stays():
+    model = _Merged()
+    made = [("one", torch.zeros(2)), ("two", torch.ones(2)), ("three", torch.zeros(2))]
+    with pytest.raises(ValueError, match="call 1, of two, is not in the file"):
+        calls_in_file(made, [("one", 0), ("three", 2)], model)
+    with pytest.raises(ValueError, match="2 quantizers in the file, 3 in torch; unknown"):
+        calls_in_file(made, [("one", 0), ("two", 2)], model)
+    with pytest.raises(ValueError, match="2 quantizers in the file, 3 in torch"):
+        calls_in_file(made, [None, None], model)
+    assert calls_in_file(made[::2], [None, None], model) == made[::2]
