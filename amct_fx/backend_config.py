@@ -17,6 +17,7 @@ from amct_fx.config.layer_types import CONV_TYPES, QUANTIZABLE_TYPES
 from amct_fx.config.messages import warn
 from amct_fx.errors import InputDataError
 from amct_fx.graph import Capture, as_call, is_functional_layer, layer_calls, weight_readers
+from amct_fx.graph.makers import channel_makers
 from amct_fx.graph.recording import Recording, record_calls
 from amct_fx.nn.become import changes_its_input, float_class_of
 from amct_fx.nn.recurrent import unsupported_form
@@ -97,7 +98,8 @@ def model_facts(
         if is_layer(module) or _is_only_prunable(module)
     )
     modules = {name: type(module).__name__ for name, module in model.named_modules()}
-    return ModelFacts(layers=layers, modules=modules, prune_mode=prune_mode)
+    makers = channel_makers(model, captured)
+    return ModelFacts(layers=layers, modules=modules, prune_mode=prune_mode, makers=makers)
 
 
 def warn_of_reused_layers(facts: ModelFacts) -> None:

@@ -6,13 +6,19 @@ with close matches, or are a warning: a skip entry that has no effect, a type th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from amct_fx.config.layer_types import LayerType, resolve_type
 from amct_fx.config.messages import listing, warn
 from amct_fx.config.rules import RETRAIN, Rules
-from amct_fx.config.schema import SKIP_FIELDS, CompressionConfig, LayerOverride, TypeOverride
+from amct_fx.config.schema import (
+    SKIP_FIELDS,
+    CompressionConfig,
+    FilterPruneConfig,
+    LayerOverride,
+    PruneConfig,
+    TypeOverride,
+)
 from amct_fx.config.specs import LayerFacts, ModelFacts
 from amct_fx.errors import ConfigError, did_you_mean
 
@@ -89,14 +95,15 @@ def look_up_names(
         ConfigError: For a name or type that the model cannot have, or that is given twice.
     """
     checker = _Checker(config, facts, rules, quantize=quantize, prune=prune, dialect=dialect)
-    return Lookup(
+    lookup = Lookup(
         by_name=checker.layer_overrides(),
         by_type=checker.type_overrides(),
         skip_names={name: frozenset(getattr(config, name)) for name in SKIP_FIELDS},
-        skip_types=checker.skip_lists(),
         config=config,
         rules=rules,
     )
+    lookup.skip_types = checker.skip_lists(lookup)
+    return lookup
 
 
 class _Checker:
@@ -115,6 +122,7 @@ class _Checker:
         self._config = config
         self._rules = rules
         self._prune_mode = facts.prune_mode
+        self._makers = facts.makers
         self._layers = {layer.name: layer for layer in facts.layers}
         self._modules = {**facts.modules, **{item.name: item.layer_type for item in facts.layers}}
         self._model_types = set(self._modules.values())
@@ -131,7 +139,7 @@ class _Checker:
                 message = f"the model has no layer {override.name!r}{self._matches(override.name)}"
                 raise override.source.error(message)
             if reason := self._why_not_set(override, layer):
-                message = f"layer {override.name!r} cannot be set: {reason}"
+                message = f"layer {override.name!r} cannot be {reason}"
                 raise override.source.error(message)
             if override.name in found:
                 message = f"layer {override.name!r}"
@@ -154,7 +162,8 @@ class _Checker:
                 override.type, model_types=self._model_types, source=override.source
             )
             _note(layer_type, override)
-            if layer_type.name not in self._rules.types:
+            self._check_type_prune(layer_type, override)
+            if layer_type.name not in self._rules.types and not _only_prunes(override):
                 message = (
                     f"layers of type {override.type!r} cannot be set, they are not quantized"
                     f" (quantizable: {', '.join(self._rules.types)})"
@@ -166,7 +175,6 @@ class _Checker:
                 message = f"type {' alias '.join(map(repr, spellings))}"
                 raise _twice(message, first, override)
             found[layer_type.key] = override
-            self._check_type_prune(layer_type, override)
             _warn_if_empty(override, f"type {override.type!r}")
             if not self._present(layer_type):
                 warn(
@@ -176,21 +184,18 @@ class _Checker:
             result.append((layer_type, override))
         return result
 
-    def skip_lists(self) -> dict[str, list[tuple[LayerType, str]]]:
+    def skip_lists(self, lookup: Lookup) -> dict[str, list[tuple[LayerType, str]]]:
         """Check the six skip lists; return the types of three of them."""
         types = {}
-        for prefix, eligible in (
-            ("", self._eligible_for_any),
-            ("quant_", _eligible_for_quant),
-            ("prune_", _eligible_for_prune),
-        ):
-            self._skip_names(f"{prefix}skip_layers", eligible)
+        for prefix in ("", "quant_", "prune_"):
+            self._skip_names(prefix, lookup)
             types[f"{prefix}skip_types"] = self._skip_types(f"{prefix}skip_types")
         return types
 
-    def _skip_names(self, list_name: str, eligible: Callable[[LayerFacts], bool]) -> None:
+    def _skip_names(self, prefix: str, lookup: Lookup) -> None:
         """Check the names in one skip list."""
         seen: set[str] = set()
+        list_name = f"{prefix}skip_layers"
         label = self._rules.skip_fields[list_name]
         for name in getattr(self._config, list_name):
             source = self._config.skip_source(list_name, name)
@@ -201,10 +206,27 @@ class _Checker:
             if name in seen:
                 warn(f"{source}: {label} has {name!r} more than once")
             seen.add(name)
-            layer = self._layers.get(name)
-            if layer is None or not eligible(layer):
-                reason = self._why_not(name) or "it is not pruned anyway"
+            if reason := self._why_no_skip(prefix, name, lookup):
                 warn(f"{source}: {label} has {name!r}, which has no effect: {reason}")
+
+    def _why_no_skip(self, prefix: str, name: str, lookup: Lookup) -> str | None:
+        """Return why an entry of a skip list takes nothing away; ``None``: it does."""
+        layer = self._layers.get(name)
+        quant_reason = self._why_not(name)
+        if prefix == "quant_" or (not prefix and not self._prune):
+            return quant_reason
+        if not prefix and self._quantize and quant_reason is None:
+            return None
+        if layer is not None and layer.prunable:
+            overrides = [item.prune for item in lookup.overrides(layer) if item.prune is not None]
+            setting = overrides[0] if overrides else self._config.prune
+            if setting is None:
+                return None
+            reason = layer.why_not_prunable(setting, requested=bool(overrides))
+            return reason and reason + self._maker_of(name, setting)
+        if layer is not None:
+            return quant_reason or "it is not pruned anyway"
+        return self._why_never_pruned(name, self._config.prune or FilterPruneConfig(0.5))
 
     def _skip_types(self, list_name: str) -> list[tuple[LayerType, str]]:
         """Check the types in one skip list."""
@@ -220,19 +242,24 @@ class _Checker:
                 same = f" (as {first!r})" if first != spelling else ""
                 warn(f"{source}: {label} has {spelling!r} more than once{same}")
                 continue
-            if not self._may_be_skipped(layer_type):
+            if not self._may_be_skipped(layer_type, list_name):
+                what = "pruned" if list_name.startswith("prune_") else "quantized"
                 warn(
                     f"{source}: {label} has {spelling!r}, which has no effect: "
-                    "layers of this type are not quantized"
+                    f"layers of this type are not {what}"
                 )
             elif self._dialect == "mindspore" and not self._present(layer_type):
                 warn(f"{source}: {label} has {spelling!r}, but the model has no such layer")
             result[layer_type.key] = (layer_type, spelling)
         return list(result.values())
 
-    def _may_be_skipped(self, layer_type: LayerType) -> bool:
+    def _may_be_skipped(self, layer_type: LayerType, list_name: str) -> bool:
         """Whether it makes sense to skip layers of this type, in this model or in another."""
         name = layer_type.name
+        if self._prune and not list_name.startswith("quant_"):
+            kind = LayerFacts("", name, prune_mode=self._prune_mode)
+            if kind.prunable:
+                return True
         return layer_type.quantizable and (
             name in self._rules.types or name not in self._model_types
         )
@@ -241,35 +268,49 @@ class _Checker:
         """Raise when layers of the type cannot be pruned in this way."""
         if override.prune is None:
             return
-        kind = LayerFacts("", layer_type.name, prune_mode=self._prune_mode)
+        channels = 2 if layer_type.depthwise_only else 0
+        kind = LayerFacts("", layer_type.name, channels or 1, channels, prune_mode=self._prune_mode)
         if reason := kind.why_not_prunable(override.prune):
             message = f"type {override.type!r} cannot be pruned: {reason}"
             raise override.source.error(message)
 
-    def _eligible_for_any(self, layer: LayerFacts) -> bool:
-        """Whether a feature that is on could reach the layer."""
-        return (self._quantize and layer.eligible) or (self._prune and layer.prunable)
-
     def _present(self, layer_type: LayerType) -> bool:
-        """Whether the model has an eligible layer of this type."""
+        """Whether the model has a layer of this type that could be quantized or pruned."""
         return any(
-            layer.eligible and layer_type.matches(layer.layer_type, depthwise=layer.depthwise)
+            (layer.eligible or (self._prune and layer.prunable))
+            and layer_type.matches(layer.layer_type, depthwise=layer.depthwise)
             for layer in self._layers.values()
         )
 
     def _why_not_set(self, override: LayerOverride, layer: LayerFacts | None) -> str | None:
-        """Return why an override cannot be; one that only prunes may name a float layer."""
-        if layer is None:
-            return self._why_not(override.name)
-        only_prunes = override.activation is None and override.weight is None
-        if only_prunes and override.prune is not None and layer.prunable:
-            return None
-        return layer.reason
+        """Return what an override cannot do and why; a float layer may still be pruned."""
+        if layer is None and override.prune is not None:
+            return f"pruned: {self._why_never_pruned(override.name, override.prune)}"
+        if layer is None or not (_only_prunes(override) and layer.prunable):
+            reason = self._why_not(override.name)
+            return reason and f"set: {reason}"
+        return None
 
     def _why_not_pruned(self, override: LayerOverride, layer: LayerFacts | None) -> str | None:
         if override.prune is None or layer is None:
             return None
-        return layer.why_not_prunable(override.prune)
+        reason = layer.why_not_prunable(override.prune)
+        return reason and reason + self._maker_of(override.name, override.prune)
+
+    def _why_never_pruned(self, name: str, prune: PruneConfig) -> str:
+        """Return why a module that is no layer cannot be pruned."""
+        maker = self._maker_of(name, prune)
+        if maker:
+            return f"a {self._modules[name]} has no filters of its own{maker}"
+        kind = LayerFacts("", self._modules[name], prune_mode=self._prune_mode)
+        return str(kind.why_not_prunable(prune))
+
+    def _maker_of(self, name: str, prune: PruneConfig | None) -> str:
+        """Return a hint at the layer with whose channels those of a module are cut."""
+        maker = self._makers.get(name)
+        if maker is None or not isinstance(prune, FilterPruneConfig):
+            return ""
+        return f"; its channels are cut with those of {maker!r}, so name that layer"
 
     def _why_not(self, name: str) -> str | None:
         """Return why a module cannot be quantized; ``None``: it can."""
@@ -284,12 +325,8 @@ class _Checker:
         return hint or f" (layers: {listing(eligible)})"
 
 
-def _eligible_for_quant(layer: LayerFacts) -> bool:
-    return layer.eligible
-
-
-def _eligible_for_prune(layer: LayerFacts) -> bool:
-    return layer.prunable
+def _only_prunes(override: LayerOverride | TypeOverride) -> bool:
+    return override.prune is not None and override.activation is None and override.weight is None
 
 
 def _twice(

@@ -122,11 +122,13 @@ class ModelFacts:
         layers: All modules of quantizable types in ``named_modules()`` order.
         modules: Class name of every module, by name.
         prune_mode: Decides which types can be pruned.
+        makers: The layer that makes the channels of a module which only passes them on, by name.
     """
 
     layers: tuple[LayerFacts, ...]
     modules: Mapping[str, str] = field(default_factory=dict)
     prune_mode: PruneMode = "amct"
+    makers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -291,7 +291,10 @@ def test_an_override_asks_for_layers_that_amct_does_not_prune():
 
 BAD = [
     ('override_layer_configs { layer_name: "stm" %s }', "no layer 'stm'; did you mean 'stem'"),
-    ('override_layer_configs { layer_name: "norm" %s }', "'norm' cannot be set"),
+    (
+        'override_layer_configs { layer_name: "norm" %s }',
+        "'norm' cannot be pruned: 2:4 pruning is for .* not for BatchNorm2d$",
+    ),
     ('regular_prune_skip_layers: "stm" %s', "'stm', which is not in the model; did you mean"),
     (
         "regular_prune_skip_types: 'Conv2d' regular_prune_skip_types: 'Linear' "
