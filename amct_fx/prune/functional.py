@@ -68,15 +68,7 @@ def m4n2_mask(weight: Tensor, *, axis: int = 1) -> Tensor:
         shape = [*size.shape[:axis], -length % 4, *size.shape[axis + 1 :]]
         size = torch.cat([size, size.new_full(shape, -1)], dim=axis)
     a, b, c, d = size.unflatten(axis, (-1, 4)).unbind(axis + 1)
-    # x_y: y beats x, for x before y. Of equals the later one stays.
-    a_b, a_c, a_d, b_c, b_d, c_d = b >= a, c >= a, d >= a, c >= b, d >= b, d >= c
-    cut = (
-        _two_of_three(a_b, a_c, a_d),
-        _two_of_three(~a_b, b_c, b_d),
-        _two_of_three(~a_c, ~b_c, c_d),
-        _two_of_three(~a_d, ~b_d, ~c_d),
-    )
-    kept = torch.stack(cut, dim=axis + 1).logical_not_().flatten(axis, axis + 1)
+    kept = torch.stack(_two_of_four(a, b, c, d), dim=axis + 1).flatten(axis, axis + 1)
     return kept.narrow(axis, 0, length).contiguous()
 
 
@@ -266,9 +258,23 @@ def _magnitudes(weight: Tensor) -> Tensor:
     return weight.view(bits) & torch.iinfo(bits).max
 
 
-def _two_of_three(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    """Say where at least two of three are true."""
-    return (x & y) | (z & (x | y))
+def _two_of_four(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, ...]:
+    """Say which are among the two largest of four; of equals the later ones.
+
+    Two pairs play, then the better of one against the worse of the other: ``first`` and ``second``
+    say which pair stays whole. If none does, the better of each stays.
+    """
+    b_wins, d_wins = b >= a, d >= c
+    second = torch.minimum(c, d) >= torch.maximum(a, b)
+    first = torch.minimum(a, b) > torch.maximum(c, d)
+    neither = ~(first | second)
+    b_alone, d_alone = b_wins & neither, d_wins & neither
+    return (
+        first | (b_alone ^ neither),
+        first | b_alone,
+        second | (d_alone ^ neither),
+        second | d_alone,
+    )
 
 
 def _check_weight(weight: object) -> None:
