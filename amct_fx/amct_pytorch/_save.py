@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from amct_fx.config.files import make_folder
+from amct_fx.config.files import make_folder, replacing
 from amct_fx.config.messages import warn
-from amct_fx.record import write_record
+from amct_fx.record import record_message, record_text
 
 if TYPE_CHECKING:
     from torch import nn
 
     from amct_fx.amct_pytorch._arguments import SavePaths
+    from amct_fx.config.record_pb2 import ScaleOffsetRecord
     from amct_fx.onnx.arguments import Format
 
 __all__ = ["save_files"]
@@ -26,20 +29,22 @@ def save_files(
     input_data: Any,
     *,
     record_file: str | None = None,
+    record: ScaleOffsetRecord | None = None,
     input_names: list[str] | None = None,
     output_names: list[str] | None = None,
     dynamic_axes: dict[str, Any] | None = None,
 ) -> None:
     """Write the deploy file, the fake-quant file and the record file of a converted model.
 
-    Both ONNX files are made in a folder beside their place and moved there at the end, so an error
-    leaves the old ones.
+    Each is made beside its place, and all are moved there at the end, so an error leaves the old
+    ones.
 
     Args:
         converted: What :func:`amct_fx.convert_amct` returned.
         paths: The two ONNX files.
         input_data: A tensor or a tuple of the arguments of ``forward``.
         record_file: The record file, ``None`` for none.
+        record: What it holds; ``None``: the quantized layers of the model.
         input_names: Names of the inputs in the files.
         output_names: Names of the outputs in the files.
         dynamic_axes: Axes whose length may change.
@@ -64,16 +69,31 @@ def save_files(
                 output_names=output_names,
                 dynamic_axes=dynamic_axes,
             )
-        if record_file is not None:
-            write_record(record_file, converted)
-        make_folder(folder)
-        _move(sorted(made.iterdir()), folder)
+        if record is None and record_file is not None:
+            record = record_message(converted)
+        with _written(record_file, record):
+            _move(sorted(made.iterdir()), folder)
+
+
+@contextmanager
+def _written(path: str | None, record: ScaleOffsetRecord | None) -> Iterator[None]:
+    """Write a record, if there is one, that takes its place when the body has succeeded."""
+    if path is None or record is None:
+        yield
+        return
+    with replacing(path) as file:
+        file.write(record_text(record).encode())
+        file.flush()
+        os.fsync(file.fileno())  # a full disk shows now, before any file is replaced
+        yield
 
 
 def _move(files: Iterable[Path], folder: Path) -> None:
-    """Give files their place; says which older ones they replace."""
-    for file in files:
-        target = folder / file.name
+    """Give files their place; says before which older ones they replace."""
+    targets = [(file, folder / file.name) for file in files]
+    for _, target in targets:
         if target.exists():
             warn(f"{target} exists and is replaced")
+    make_folder(folder)
+    for file, target in targets:
         file.replace(target)

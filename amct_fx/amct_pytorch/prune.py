@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amct_fx.amct_pytorch._arguments import (
+    check_different,
     check_export_names,
     check_input_data,
     check_type,
@@ -274,7 +275,7 @@ def auto_channel_prune_search(
     from amct_fx.prune.search import search_channel_pruning
 
     check_type("config", config, str)
-    file_path("output_cfg", output_cfg)
+    check_different(config=config, output_cfg=file_path("output_cfg", output_cfg))
     check_type("input_data", input_data, list)
     if len(input_data) != 2:
         message = f"input_data must be [data, label], not a list of {len(input_data)}"
@@ -299,7 +300,8 @@ def _checked(
     """Check the arguments of create and restore; return the configuration."""
     check_type("config_defination", definition, str)
     if record is not None or required:
-        file_path("record_file", record)
+        path = file_path("record_file", record)
+        check_different(config_defination=str(definition), record_file=path)
     float_model(model)
     check_input_data(input_data, tensors_only=True)
     if definition == "":
@@ -346,7 +348,9 @@ def _created(
         keywords: dict[str, Any] = {**_AS_AMCT, **options}
         created = prepare_qat_amct(created, config, input_data, inplace=True, **keywords)
     if record_file is not None:
-        _write_record(record_file, created, _record_pb2().ScaleOffsetRecord())
+        record = _record_pb2().ScaleOffsetRecord()
+        add_prune_record(record, created, current_plan(created))
+        write_record_message(record_file, record)
     return created
 
 
@@ -378,6 +382,8 @@ def _save(
 ) -> None:
     """Check the arguments, convert, and write all files."""
     paths = save_paths(save_path)
+    check_different(record_file=record_file, save_path=str(paths.deploy))
+    check_different(record_file=record_file, save_path=str(paths.fake_quant))
     check_input_data(input_data, tensors_only=True)
     check_export_names(*names)
     checked = unwrapped(model)
@@ -392,19 +398,21 @@ def _save(
         )
         raise ModelStateError(message)
     converted = convert_amct(checked)
+    record = None
+    if record_file is not None:
+        record = record_message(converted) if quantized else _record_pb2().ScaleOffsetRecord()
+        add_prune_record(record, checked, plan)
     inputs, outputs, axes = names
     save_files(
-        converted, paths, input_data, input_names=inputs, output_names=outputs, dynamic_axes=axes
+        converted,
+        paths,
+        input_data,
+        record_file=record_file,
+        record=record,
+        input_names=inputs,
+        output_names=outputs,
+        dynamic_axes=axes,
     )
-    if record_file is not None:
-        message = record_message(converted) if quantized else _record_pb2().ScaleOffsetRecord()
-        _write_record(record_file, checked, message)
-
-
-def _write_record(path: str, model: nn.Module, message: Any) -> None:
-    """Write a record with what is pruned in a prepared model."""
-    add_prune_record(message, model, current_plan(model))
-    write_record_message(path, message)
 
 
 def _record_pb2() -> Any:

@@ -212,6 +212,8 @@ def save_quant_retrain_model(
     file_path("record_file", record_file)
     check_different(config_file=config_file, record_file=record_file)
     paths = save_paths(save_path)
+    check_different(record_file=record_file, save_path=str(paths.deploy))
+    check_different(record_file=record_file, save_path=str(paths.fake_quant))
     check_input_data(input_data)
     check_export_names(input_names, output_names, dynamic_axes)
     model = unwrapped(model)

@@ -9,6 +9,7 @@ from amct_fx.record.layers import LayerRecord, execution_order, layer_records
 from amct_fx.record.message import (
     read_record_message,
     record_message,
+    record_text,
     write_record,
     write_record_message,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "read_record",
     "read_record_message",
     "record_message",
+    "record_text",
     "write_record",
     "write_record_message",
 ]

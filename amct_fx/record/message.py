@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 
     from amct_fx.config.record_pb2 import ScaleOffsetRecord
 
-__all__ = ["read_record_message", "record_message", "write_record", "write_record_message"]
+__all__ = [
+    "read_record_message",
+    "record_message",
+    "record_text",
+    "write_record",
+    "write_record_message",
+]
 
 
 def write_record(path: str | os.PathLike[str], model: nn.Module) -> None:
@@ -79,11 +85,16 @@ def write_record_message(path: str | os.PathLike[str], message: ScaleOffsetRecor
         path: The file; a crash leaves the old one.
         message: Layers, and what was pruned.
     """
+    with replacing(path) as file:
+        file.write(record_text(message).encode("utf-8"))
+
+
+def record_text(message: ScaleOffsetRecord) -> str:
+    """Return a message as protobuf text."""
     from google.protobuf import text_format
 
-    text = text_format.MessageToString(message, as_utf8=True)
-    with replacing(path) as file:
-        file.write(text.encode("utf-8"))
+    text: str = text_format.MessageToString(message, as_utf8=True)
+    return text
 
 
 def read_record_message(path: str | os.PathLike[str]) -> ScaleOffsetRecord:

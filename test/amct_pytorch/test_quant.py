@@ -468,18 +468,20 @@ def test_the_configuration_may_be_a_cfg_file_too(folder: Folder) -> None:
         save(folder, model, config_file=str(path))
 
 
+@pytest.mark.parametrize("part", ["record_text", "_move"])
 def test_an_error_in_the_middle_leaves_the_old_files(
-    folder: Folder, trained: nn.Module, monkeypatch: pytest.MonkeyPatch
+    part: str, folder: Folder, trained: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(folder, trained)
-    files = [path for path in (folder.path / "out").iterdir() if path.is_file()]
+    files = [path for path in folder.path.rglob("*") if path.is_file()]
     before = {path: path.read_bytes() for path in files}
     train(trained)
 
     def full(*_args: Any, **_kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("amct_fx.amct_pytorch._save.write_record", full)
+    monkeypatch.setattr(f"amct_fx.amct_pytorch._save.{part}", full)
     with pytest.raises(OSError, match="No space left"):
         save(folder, trained)
-    assert {path: path.read_bytes() for path in (folder.path / "out").iterdir()} == before
+    now = [path for path in folder.path.rglob("*") if path.is_file()]
+    assert {path: path.read_bytes() for path in now} == before
