@@ -31,8 +31,13 @@ class RandomNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList()
+        self.scales = nn.ParameterList()
         self.operations: list[tuple[str, Operation]] = []
         self.outputs: list[int] = []
+
+    def parameter(self, *shape: int) -> int:
+        self.scales.append(nn.Parameter(torch.empty(shape)))
+        return len(self.scales) - 1
 
     def layer(self, module: nn.Module) -> int:
         self.layers.append(module)
@@ -147,6 +152,27 @@ class Builder:
 
         self.function("gate", run, source, gate, channels=source.channels)
 
+    def affine(self) -> None:
+        """Let parameters meet a map, in the forms in which networks write it."""
+        source = self.pick()
+        c, number = source.channels, source.number
+        forms: list[tuple[tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]] = [
+            ((c,), lambda x, p: x * p[None, :, None, None]),
+            ((c,), lambda x, p: x + p.view(1, -1, 1, 1)),
+            ((c,), lambda x, p: x - p.reshape(c, 1, 1).exp()),
+            ((c,), lambda x, p: (x.permute(0, 2, 3, 1) * p).permute(0, 3, 1, 2)),
+            ((1, c, SIDE, SIDE), lambda x, p: torch.sigmoid(x + p)),
+            ((1, SIDE * SIDE, c), lambda x, p: x + p.transpose(1, 2).unflatten(2, (SIDE, SIDE))),
+            ((c, 1, 1), lambda x, p: torch.cat([x, p.expand(2, -1, 1, SIDE)], 2)[:, :, 1:]),
+            ((c,), lambda x, p: x * p.softmax(0)[:, None, None]),
+        ]
+        index = self.integer(0, len(forms) - 1)
+        shape, run = forms[index]
+        old = [i for i, scale in enumerate(self.net.scales) if tuple(scale.shape) == shape]
+        place = old[0] if old and self.integer(0, 3) == 0 else self.net.parameter(*shape)
+        text = f"affine{index}[{place}]({number})->{c}"
+        self.add(text, lambda net, v: run(v[number], net.scales[place]), c)
+
     def concat(self) -> None:
         sources = [self.pick() for _ in range(self.integer(2, 3))]
         total = sum(source.channels for source in sources)
@@ -249,7 +275,7 @@ STEPS = (
     *(Builder.conv, Builder.conv, Builder.conv, Builder.depthwise, Builder.deconv, Builder.norm),
     *(Builder.unary, Builder.binary, Builder.binary, Builder.gate, Builder.concat, Builder.halves),
     *(Builder.split, Builder.shuffle, Builder.linear, Builder.attention, Builder.again),
-    Builder.flat_head,
+    *(Builder.flat_head, Builder.affine, Builder.affine),
 )
 
 

@@ -374,3 +374,24 @@ def test_dropping_whole_examples_passes() -> None:
     plan = plan_for(model, IMAGE)
     assert set(kept(plan)) == {"a", "b"}
     assert_exact(model, plan, IMAGE)
+
+
+@pytest.mark.parametrize(("act", "follows"), [(nn.ReLU(), True), (nn.Softmax(1), False)])
+def test_a_norm_of_timm_with_an_activation_is_followed_if_that_is_known(
+    act: nn.Module, follows: bool
+) -> None:
+    class BatchNormAct2d(nn.BatchNorm2d):
+        def __init__(self) -> None:
+            super().__init__(8)
+            self.drop, self.act = nn.Identity(), act
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.drop(super().forward(x)))
+
+    BatchNormAct2d.__module__ = "timm.layers.norm_act"
+    BatchNormAct2d.__qualname__ = "BatchNormAct2d"
+    layers = {"a": nets.conv(3, 8), "n": BatchNormAct2d(), "b": nets.conv(8, 4)}
+    model = nets.golden_weights(nets.Net(lambda m, x: m.b(m.n(m.a(x))), **layers))
+    plan = plan_for(model, IMAGE)
+    assert ("a" in kept(plan)) is follows
+    assert_exact(model, plan, IMAGE)

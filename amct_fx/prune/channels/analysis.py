@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 from amct_fx.graph.shapes import TensorFact
 from amct_fx.prune.channels.atoms import Pin
 from amct_fx.prune.channels.layout import Expanded
+from amct_fx.prune.channels.parameters import pin_other_reads
 from amct_fx.prune.channels.rearrange import Rearranged
 from amct_fx.prune.channels.rules import visit
 from amct_fx.prune.channels.steps import Misfit, Replay
@@ -56,6 +57,7 @@ def analyze(
             continue  # the example did not reach it: its layers are pinned as such
         for node in region.graph.nodes:
             visit(walk, node)
+    pin_other_reads(walk)
     walk.finish()
     return walk
 
@@ -138,12 +140,12 @@ def _freeze_numbers(walk: Walk, state: Replay) -> None:
     }
     for region in walk.regions:
         for node in region.graph.nodes:
-            if node in sized or not (node.op == "output" or _makes_tensors(walk.fact(node))):
+            if node in sized or not (node.op == "output" or walk.makes_tensors(node)):
                 continue
             changed = {
                 value: walk.fact(value)
                 for value in node.all_input_nodes
-                if not _makes_tensors(walk.fact(value))
+                if not walk.makes_tensors(value)
                 and walk.fact(value) is not None
                 and _number(walk, state, value) != walk.fact(value)
             }
@@ -182,11 +184,6 @@ def _is_shape(walk: Walk, node: fx.Node) -> bool:
 def _replaced(arguments: Any, values: Mapping[fx.Node, Any]) -> Any:
     """Put values in place of nodes."""
     return map_arg(arguments, lambda node: values.get(node, node))
-
-
-def _makes_tensors(fact: Any) -> bool:
-    items = fact if isinstance(fact, tuple) else (fact,)
-    return any(isinstance(item, TensorFact) for item in items)
 
 
 def _ancestor_atoms(walk: Walk, node: fx.Node) -> Tensor:

@@ -14,7 +14,6 @@ import torch
 from torch import fx, nn
 from torch.ao.quantization import FakeQuantizeBase
 
-from amct_fx.graph.shapes import TensorFact
 from amct_fx.prune.channels.walk import Walk, float_class
 from amct_fx.prune.channels.zeros import kind_of_operation
 
@@ -122,7 +121,7 @@ def amct_barrier(walk: Walk, node: fx.Node) -> Barrier | None:
         node: A node that has a rule.
     """
     module = walk.module(node)
-    if isinstance(module, FakeQuantizeBase) or _is_value(walk, node):
+    if isinstance(module, FakeQuantizeBase) or not walk.makes_tensors(node):
         return None
     if module is not None and (calls := _sharing(walk, node, module)):
         return Barrier(*calls)
@@ -153,13 +152,6 @@ def _reason(walk: Walk, node: fx.Node, module: nn.Module | None) -> str | None:
     if node.target in _CONCATS:
         return _concat_barrier(walk, node)
     return f"AMCT stops at {kind or node.name}"
-
-
-def _is_value(walk: Walk, node: fx.Node) -> bool:
-    """Say whether a node makes no tensor, but a number or a shape."""
-    fact = walk.fact(node)
-    items = fact if isinstance(fact, tuple) else (fact,)
-    return not any(isinstance(item, TensorFact) for item in items)
 
 
 def _sharing(walk: Walk, node: fx.Node, module: nn.Module) -> tuple[str, str] | None:

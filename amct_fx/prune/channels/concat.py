@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import fx
 
 from amct_fx.prune.channels.atoms import Pin
+from amct_fx.prune.channels.parameters import follow, is_made_of_parameters
 from amct_fx.prune.channels.space import Space
 from amct_fx.prune.channels.steps import Joined, Misfit, Replay, Step
 from amct_fx.prune.channels.walk import Walk, fixed_atoms
@@ -45,6 +47,7 @@ class Concatenated(Step):
 
 def concat(walk: Walk, node: fx.Node) -> None:
     """Handle torch.cat."""
+    walk.joining.add(node)
     tensors, dim = _arguments(node)
     dim = walk.fact(dim)
     _concat(walk, node, tensors, dim)
@@ -52,6 +55,7 @@ def concat(walk: Walk, node: fx.Node) -> None:
 
 def stack(walk: Walk, node: fx.Node) -> None:
     """Handle torch.stack: all tensors have the same channels."""
+    walk.joining.add(node)
     tensors, dim = _arguments(node)
     shape, dim = walk.shape(node), walk.fact(dim)
     spaces = _spaces(walk, tensors)
@@ -62,12 +66,12 @@ def stack(walk: Walk, node: fx.Node) -> None:
     if not live:
         walk.settle(node, None, node.all_input_nodes)
         return
-    if not _join_all(walk, node, spaces):
+    if not _join_all(walk, node, tensors, spaces):
         return
     new = dim % len(shape)
     atoms = live[0].atoms.unsqueeze(new)
     axis = live[0].axis + (live[0].axis >= new)
-    out = Space(atoms, axis, zero=all(space.zero for space in live))
+    out = Space(atoms, axis, zero=_all_zero(spaces))
     walk.spaces[node] = out
     joined = Space(live[0].atoms, live[0].axis)
     walk.steps.append(Joined(node, tuple(tensors), joined))
@@ -127,8 +131,8 @@ def _concat(walk: Walk, node: fx.Node, tensors: Any, dim: Any) -> None:
     if any(axis in space.axes for space in live) or any(isinstance(key, tuple) for key in keys):
         walk.pin_inputs(node, "unknown_op", "it joins tensors along an axis with other channels")
         return
-    if _join_all(walk, node, spaces):
-        out = Space(live[0].atoms, live[0].axis, zero=all(space.zero for space in live))
+    if _join_all(walk, node, keys, spaces):
+        out = Space(live[0].atoms, live[0].axis, zero=_all_zero(spaces))
         walk.spaces[node] = out
         walk.steps.append(Joined(node, tuple(keys), out))
 
@@ -157,8 +161,21 @@ def _side_by_side(
     walk.steps.append(Concatenated(node, tuple(keys), tuple(widths), out))
 
 
-def _join_all(walk: Walk, node: fx.Node, spaces: list[Space | None]) -> bool:
+def _all_zero(spaces: list[Space | None]) -> bool:
+    """Say whether masked channels are 0 in all tensors."""
+    return all(space is not None and space.zero for space in spaces)
+
+
+def _join_all(
+    walk: Walk, node: fx.Node, tensors: Sequence[Any], spaces: list[Space | None]
+) -> bool:
     """Let all tensors have the same channels; pin them where that is not possible."""
+    main = next(i for i, space in enumerate(spaces) if space is not None)
+    axis = (spaces[main] or Space(torch.empty(0), 0)).axis
+    for i, tensor in enumerate(tensors):
+        if spaces[i] is None and is_made_of_parameters(walk, tensor):
+            follow(walk, node, tensors[main], tensor, axis)
+            spaces[i] = walk.space(tensor)
     live = [space for space in spaces if space is not None]
     first = live[0]
     same = all(s.atoms.shape == first.atoms.shape and s.axis == first.axis for s in live)

@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from amct_fx.prune.channels.atoms import Pin
-from amct_fx.prune.channels.sites import Site
+from amct_fx.prune.channels.parameters import follow, is_made_of_parameters
 from amct_fx.prune.channels.space import Space
-from amct_fx.prune.channels.steps import Attach, Joined
+from amct_fx.prune.channels.steps import Joined
 from amct_fx.prune.channels.walk import Walk
 from amct_fx.prune.channels.zeros import is_singular, stays_zero
 
@@ -24,6 +24,7 @@ Handler: TypeAlias = Callable[[Walk, fx.Node], None]
 
 def elementwise(walk: Walk, node: fx.Node) -> None:
     """Join the channels of all tensors that meet; fixed tensors pin what they meet."""
+    walk.joining.add(node)
     shape = walk.shape(node)
     operands = [value for value in node.all_input_nodes if walk.shape(value) is not None]
     tracked = [value for value in operands if walk.space(value) is not None]
@@ -56,7 +57,7 @@ def elementwise(walk: Walk, node: fx.Node) -> None:
     )
     walk.spaces[node] = out
     walk.steps.append(Joined(node, tuple(joined), out))
-    if is_singular(walk, node):
+    if is_singular(walk, node) and not is_made_of_parameters(walk, node):
         walk.atoms.forbid_row_masks(out.atoms)
     if not out.zero and _in_place(walk, node):
         walk.taint(node)
@@ -111,10 +112,14 @@ def _meet(
     own = walk.shape(value) or ()
     sizes = (1,) * (rank - len(own)) + tuple(own)
     space, other = _space(walk, main), walk.space(value)
+    of_parameters = is_made_of_parameters(walk, value)
+    place = space.axis - space.atoms.dim() + len(own)
     if other is not None:
         theirs = {axis + rank - other.atoms.dim() for axis in other.axes}
         if theirs == axes and other.atoms.numel() == space.atoms.numel():
             return _join(walk, node, main, value)
+        if of_parameters and follow(walk, node, main, value, place):
+            return False
         text = f"{value.name} meets other channels than its own"
         walk.pin(node, [value], "width_mismatch", text)
         walk.fixed.pop(node, None)
@@ -122,9 +127,7 @@ def _meet(
     cut = space.axis + rank - space.atoms.dim()
     if sizes[cut] == 1 and aligned.shape[cut] > 1:
         return False
-    tensor = walk.owned_tensor(value)
-    if tensor is not None:
-        _attach(walk, node, main, value, tensor, cut - (rank - len(own)))
+    if other is None and of_parameters and follow(walk, node, main, value, place):
         return False
     origin = walk.origin(value)
     walk.pin(node, [main], origin.code, f"it meets {value.name}, which stays: {origin.text}")
@@ -142,19 +145,6 @@ def _join(walk: Walk, node: fx.Node, main: fx.Node, value: fx.Node) -> bool:
     for one, other in zip(a.records, b.records, strict=False):
         one.absorb(other)
     return True
-
-
-def _attach(
-    walk: Walk, node: fx.Node, main: fx.Node, value: fx.Node, tensor: Tensor, axis: int
-) -> None:
-    """Let a parameter with one entry for each channel follow them."""
-    space = _space(walk, main)
-    rows = space.atoms.movedim(space.axis, -1).reshape(-1, space.atoms.shape[space.axis])
-    pin = Pin("tied_parameter", node.name, f"{value.name} is the same for all blocks")
-    for other in rows[1:]:
-        walk.atoms.join(rows[0], other, pin)
-    key = walk.bind(node, Site("", "", axis, "attached", rows[0]), tensor)
-    walk.steps.append(Attach(node, main, space, (key,)))
 
 
 _UNARY_NAMES = [

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
+from amct_fx.prune.channels import elementwise
 from amct_fx.prune.channels.atoms import Pin
 from amct_fx.prune.channels.sites import Site, SiteKey
 from amct_fx.prune.channels.space import Space
@@ -17,7 +18,7 @@ from amct_fx.prune.channels.walk import Walk, fixed_atoms, is_along
 if TYPE_CHECKING:
     from amct_fx.prune.channels.elementwise import Handler
 
-__all__ = ["FUNCTIONS", "MODULES"]
+__all__ = ["BY_NAME", "FUNCTIONS", "MODULES"]
 
 
 def attach(
@@ -60,6 +61,21 @@ def batch_norm(walk: Walk, node: fx.Node) -> None:
     owned = (module.weight, module.bias, module.running_mean, module.running_var)
     tensors = [tensor for tensor in owned if tensor is not None]
     attach(walk, node, space, tensors, ((walk.name(node), "num_features"),))
+
+
+def and_activation(normalise: Handler) -> Handler:
+    """Return the handler of a norm whose children are functions of one element."""
+
+    def handle(walk: Walk, node: fx.Node) -> None:
+        module: Any = walk.module(node)
+        others = [child for child in module.children() if type(child) not in elementwise.MODULES]
+        if others:
+            text = f"it runs a {type(others[0]).__name__}, which is not known"
+            walk.pin_inputs(node, "unknown_op", text)
+            return
+        normalise(walk, node)
+
+    return handle
 
 
 def _least_rank(module: nn.Module) -> int:
@@ -168,6 +184,14 @@ def _elsewhere(space: Space | None) -> bool:
     return space is not None and not is_along(space, 1)
 
 
+BY_NAME: dict[str, Handler] = {
+    "timm.layers.norm.GroupNorm": group_norm,
+    "timm.layers.norm.GroupNorm1": group_norm,
+    "timm.layers.norm.LayerNorm": layer_norm,
+    "timm.layers.norm_act.BatchNormAct2d": and_activation(batch_norm),
+    "timm.layers.norm_act.GroupNormAct": and_activation(group_norm),
+}
+"""Subclasses of other libraries whose own forward computes the same norm, and then a function."""
 MODULES: dict[type[nn.Module], Handler] = {
     nn.BatchNorm1d: batch_norm,
     nn.BatchNorm2d: batch_norm,

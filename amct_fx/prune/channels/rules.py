@@ -19,6 +19,7 @@ from amct_fx.prune.channels import (
     spatial,
 )
 from amct_fx.prune.channels.barriers import amct_barrier
+from amct_fx.prune.channels.parameters import note_if_made_of_parameters
 from amct_fx.prune.channels.walk import LayerUse, Walk, float_class
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from amct_fx.prune.channels.elementwise import Handler
 
-__all__ = ["known_class", "visit"]
+__all__ = ["handle", "known_class", "moves_elements", "visit"]
 
 MODULES: dict[type[nn.Module], Handler] = {
     **elementwise.MODULES,
@@ -56,6 +57,8 @@ METHODS: dict[str, Handler] = {
 
 def visit(walk: Walk, node: fx.Node) -> None:
     """Let the rule for a node decide about the channels of its inputs."""
+    walk.seen[node] = len(walk.seen)
+    note_if_made_of_parameters(walk, node, layer=_handler(walk, node) in _LAYERS)
     if node.op == "output":
         name = walk.region(node).name
         what = f"the traced part {name!r}" if name else "the model"
@@ -82,6 +85,27 @@ def visit(walk: Walk, node: fx.Node) -> None:
     handler(walk, node)
 
 
+def handle(walk: Walk, node: fx.Node) -> None:
+    """Follow channels through a node once more, which had none before."""
+    handler = _handler(walk, node)
+    if handler is None:
+        _refuse(walk, node)
+    else:
+        handler(walk, node)
+
+
+def moves_elements(walk: Walk, node: fx.Node) -> bool:
+    """Say whether a node only moves the elements of its first input."""
+    handler = _handler(walk, node)
+    return handler in _MOVING and handler is not elementwise.elementwise
+
+
+_LAYERS = (layers.conv, layers.deconv, layers.linear)
+_MOVING = frozenset(
+    handler
+    for table in (layout.FUNCTIONS, layout.METHODS, layout.MODULES, parts.FUNCTIONS, parts.METHODS)
+    for handler in table.values()
+)
 _COUNTED: dict[Handler, Callable[[Walk, fx.Node], list[LayerUse]]] = {
     layers.conv: partial(layers.uses, kind="conv"),
     layers.deconv: partial(layers.uses, kind="deconv"),
@@ -107,11 +131,12 @@ def known_class(module: nn.Module) -> type[nn.Module] | None:
 
 
 _BY_NAME: dict[str, Handler] = {
+    **norms.BY_NAME,
     "torchvision.ops.stochastic_depth.stochastic_depth": elementwise.first_only,
     "torchvision.ops.stochastic_depth.StochasticDepth": elementwise.first_only,
     "timm.layers.drop.DropPath": elementwise.first_only,
 }
-"""What other libraries drop for whole examples, whatever their channels."""
+"""Norms of other libraries, and what they drop for whole examples, whatever their channels."""
 
 
 def _handler(walk: Walk, node: fx.Node) -> Handler | None:
@@ -119,6 +144,8 @@ def _handler(walk: Walk, node: fx.Node) -> Handler | None:
         return METHODS.get(str(node.target))
     if node.op == "call_function":
         return FUNCTIONS.get(node.target) or _BY_NAME.get(_full_name(node.target))
+    if node.op != "call_module":
+        return None
     module = walk.module(node)
     if isinstance(module, FakeQuantizeBase):
         return elementwise.first_only

@@ -97,6 +97,10 @@ class Walk:
         inputs: Channels that each layer reads.
         calls: First call of each layer.
         producers: Weight, axis of its rows and groups of every layer that makes channels.
+        seen: The nodes that were visited, and their order.
+        of_parameters: Those that are computed from parameters and buffers alone.
+        joining: Those whose rule heeds the channels of every tensor that they read.
+        readers: By identity of a parameter the nodes whose rule has bound it.
     """
 
     model: nn.Module
@@ -115,6 +119,10 @@ class Walk:
     producers: dict[str, tuple[Tensor, int, int]] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)
     calls: dict[str, fx.Node] = field(default_factory=dict)
+    seen: dict[fx.Node, int] = field(default_factory=dict)
+    of_parameters: set[fx.Node] = field(default_factory=set)
+    joining: set[fx.Node] = field(default_factory=set)
+    readers: dict[int, set[fx.Node]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Index the model: first names of modules and tensors, owners of tensors."""
@@ -155,6 +163,12 @@ class Walk:
         """Return the shape of a tensor, ``None`` if it is none or nothing is known."""
         fact = self.fact(value)
         return fact.shape if isinstance(fact, TensorFact) else None
+
+    def makes_tensors(self, value: Any) -> bool:
+        """Say whether a node gives a tensor, or several."""
+        fact = self.fact(value)
+        items = fact if isinstance(fact, tuple) else (fact,)
+        return any(isinstance(item, TensorFact) for item in items)
 
     def module(self, node: fx.Node) -> nn.Module | None:
         """Return the module that a node calls."""
@@ -245,6 +259,7 @@ class Walk:
         """Attach an axis of a tensor of the model to channels; a second use joins the first."""
         identity = id(tensor)
         site.layer, _, site.tensor = self.tensors[identity].rpartition(".")
+        self.readers.setdefault(identity, set()).add(node)
         self._bound.setdefault(identity, set()).add(
             self.name(node) if node.op == "call_module" else site.layer
         )
@@ -266,6 +281,11 @@ class Walk:
         """Return the atoms of a tensor that another call has bound, for a layer used again."""
         site = self.sites.get((self.tensors[id(tensor)], axis))
         return None if site is None else site.atoms
+
+    def sites_of(self, tensor: Tensor) -> list[SiteKey]:
+        """Return the axes of a tensor that belong to channels."""
+        name = self.tensors[id(tensor)]
+        return [(name, axis) for axis in range(tensor.dim()) if (name, axis) in self.sites]
 
     def producer_weight(self, name: str) -> tuple[Tensor, int, int]:
         """Return the weight of a producer, the axis of its rows, and its groups."""

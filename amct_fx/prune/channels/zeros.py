@@ -80,7 +80,8 @@ def _argument(node: fx.Node, place: int, names: tuple[str, ...]) -> Any:
 def _divides_by_channels(walk: Walk, node: fx.Node) -> bool:
     if kind_of_operation(walk, node) not in _QUOTIENTS:
         return False
-    return walk.space(_argument(node, 1, ("other",))) is not None
+    divisor = _argument(node, 1, ("other",))
+    return walk.space(divisor) is not None and divisor not in walk.of_parameters
 
 
 def _clamps_around_zero(walk: Walk, node: fx.Node) -> bool:
