@@ -47,7 +47,7 @@ def parts_made(node: fx.Node) -> int | None:
     """Return how many parts a chunk or split makes, if its arguments say so.
 
     A chunk into two or three makes fewer only of an axis with fewer than five elements; then the
-    graph raises an ``IndexError``.
+    graph raises an ``IndexError``. Where example inputs show it, the model stays Python.
 
     Args:
         node: A node of a graph that is being traced.

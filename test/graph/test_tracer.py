@@ -298,3 +298,20 @@ def test_the_parts_of_a_chunk_or_split_can_be_listed():
     captured = capture(model, is_layer)
     assert not captured.islands
     assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_a_chunk_of_a_short_axis_makes_fewer_parts(width: int):
+    class Chunked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([part.sum() for part in self.fc(x).chunk(3, -1)])
+
+    model, x = Chunked(), torch.randn(3, 8)
+    captured = capture(model, is_layer, example_inputs=x)
+    (island,) = captured.islands
+    assert "computes something else on example_inputs" in island.reason
+    assert captured.island_leaves == ["fc"]
