@@ -76,6 +76,7 @@ def remove_channels(
     _apply(walk, state, kept)
     for node, (args, kwargs) in state.arguments.items():
         node.args, node.kwargs = args, kwargs
+        node.target = state.targets.get(node, node.target)
     changed = {node.graph for node in state.arguments}
     for region in parts:
         if kept:

@@ -58,7 +58,7 @@ def stack(walk: Walk, node: fx.Node) -> None:
     walk.joining.add(node)
     tensors, dim = _arguments(node)
     shape, dim = walk.shape(node), walk.fact(dim)
-    spaces = _spaces(walk, tensors)
+    keys, spaces, _ = _listed(walk, tensors)
     if spaces is None or shape is None or not isinstance(dim, int):
         walk.pin_inputs(node, "unknown_op", "its list of tensors is not plain")
         return
@@ -66,7 +66,7 @@ def stack(walk: Walk, node: fx.Node) -> None:
     if not live:
         walk.settle(node, None, node.all_input_nodes)
         return
-    if not _join_all(walk, node, tensors, spaces):
+    if not _join_all(walk, node, keys, spaces):
         return
     new = dim % len(shape)
     atoms = live[0].atoms.unsqueeze(new)
@@ -74,7 +74,7 @@ def stack(walk: Walk, node: fx.Node) -> None:
     out = Space(atoms, axis, zero=_all_zero(spaces))
     walk.spaces[node] = out
     joined = Space(live[0].atoms, live[0].axis)
-    walk.steps.append(Joined(node, tuple(tensors), joined))
+    walk.steps.append(Joined(node, tuple(keys), joined))
     walk.steps.append(_Unsqueezed(node, new, out))
 
 
@@ -98,26 +98,25 @@ def _arguments(node: fx.Node) -> tuple[Any, Any]:
     return tensors, dim
 
 
-def _spaces(walk: Walk, tensors: Any) -> list[Space | None] | None:
-    """Return the space of each tensor of a list, ``None`` if it is not a plain list."""
-    if not isinstance(tensors, (tuple, list)):
-        return None
-    if any(walk.shape(tensor) is None for tensor in tensors):
-        return None
-    return [walk.space(tensor) for tensor in tensors]
+def _listed(walk: Walk, tensors: Any) -> tuple[list[Any], list[Space | None] | None, list[Any]]:
+    """Return key, channels and shape of each tensor of a list, or of a node with several results.
 
-
-def _concat(walk: Walk, node: fx.Node, tensors: Any, dim: Any) -> None:
-    shape, spaces = walk.shape(node), _spaces(walk, tensors)
+    The channels are ``None`` if it is not a plain list.
+    """
     if isinstance(tensors, fx.Node) and isinstance(walk.spaces.get(tensors), tuple):
         parts = walk.spaces[tensors]
         keys: list[Any] = [(tensors, i) for i in range(len(parts))]
-        shapes = [item.shape for item in walk.fact(tensors)]
-        spaces = list(parts)
-    else:
-        keys = list(tensors) if isinstance(tensors, (tuple, list)) else []
-        shapes = [walk.shape(tensor) for tensor in keys]
-    if spaces is None or shape is None or not isinstance(dim, int) or None in shapes:
+        return keys, list(parts), [item.shape for item in walk.fact(tensors)]
+    keys = list(tensors) if isinstance(tensors, (tuple, list)) else []
+    shapes = [walk.shape(tensor) for tensor in keys]
+    plain = isinstance(tensors, (tuple, list)) and None not in shapes
+    return keys, [walk.space(tensor) for tensor in keys] if plain else None, shapes
+
+
+def _concat(walk: Walk, node: fx.Node, tensors: Any, dim: Any) -> None:
+    shape = walk.shape(node)
+    keys, spaces, shapes = _listed(walk, tensors)
+    if spaces is None or shape is None or not isinstance(dim, int):
         walk.pin_inputs(node, "unknown_op", "its list of tensors is not plain")
         return
     if all(space is None for space in spaces):
@@ -128,7 +127,7 @@ def _concat(walk: Walk, node: fx.Node, tensors: Any, dim: Any) -> None:
         _side_by_side(walk, node, keys, shapes, spaces, axis)
         return
     live = [space for space in spaces if space is not None]
-    if any(axis in space.axes for space in live) or any(isinstance(key, tuple) for key in keys):
+    if any(axis in space.axes for space in live):
         walk.pin_inputs(node, "unknown_op", "it joins tensors along an axis with other channels")
         return
     if _join_all(walk, node, keys, spaces):

@@ -14,6 +14,7 @@ from amct_fx.prune.channels.atoms import Pin
 from amct_fx.prune.channels.elementwise import Handler, elementwise
 from amct_fx.prune.channels.rearrange import (
     Shape,
+    axes_only,
     dense_arguments,
     is_right,
     rearrange,
@@ -28,11 +29,6 @@ if TYPE_CHECKING:
     from amct_fx.prune.channels.walk import Walk
 
 __all__ = ["FUNCTIONS", "METHODS", "MODULES", "Expanded"]
-
-
-def axes_only(walk: Walk, node: fx.Node) -> None:
-    """Handle permutations and the like, whose arguments name axes and no sizes."""
-    rearrange(walk, node, same_call(walk, node), unchanged)
 
 
 def attribute(walk: Walk, node: fx.Node) -> None:

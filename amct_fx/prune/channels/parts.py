@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +13,7 @@ from torch import Tensor, fx
 
 from amct_fx.prune.channels.rearrange import (
     Shape,
+    axes_only,
     dense_arguments,
     is_right,
     rearrange,
@@ -17,7 +21,8 @@ from amct_fx.prune.channels.rearrange import (
     source_of,
     unchanged,
 )
-from amct_fx.prune.channels.steps import Reduced, Replay
+from amct_fx.prune.channels.space import Space
+from amct_fx.prune.channels.steps import Reduced, Replay, Step
 
 if TYPE_CHECKING:
     from amct_fx.prune.channels.elementwise import Handler
@@ -66,13 +71,75 @@ def _equal(walk: Walk, node: fx.Node, text: str) -> str:
     return text if len(shapes) == 1 else ""
 
 
-def chunk(walk: Walk, node: fx.Node) -> None:
-    """Handle chunk and unbind: equal parts, which stay equal."""
+def unbind(walk: Walk, node: fx.Node) -> None:
+    """Handle unbind: every index of an axis without channels."""
     text = _equal(walk, node, f"parts of {node.name}")
-    if not text and walk.space(source_of(node)) is not None:
-        walk.pin_inputs(node, "width_mismatch", "its parts are unequal")
-        return
     rearrange(walk, node, same_call(walk, node), unchanged, equal_parts=text)
+
+
+def chunk(walk: Walk, node: fx.Node) -> None:
+    """Handle chunk: equal parts stay equal; others become those of a split if they must."""
+
+    def plain(total: int, axis: int, given: Any) -> list[int]:
+        return [len(part) for part in torch.arange(total).chunk(given)]
+
+    def arguments(node: fx.Node, state: Replay, lengths: list[int], axis: int) -> Any:
+        state.targets[node] = "split" if node.op == "call_method" else torch.split
+        return (source_of(node), lengths, axis), {}
+
+    _divide(walk, node, ("chunks",), plain, arguments)
+
+
+def tensor_split(walk: Walk, node: fx.Node) -> None:
+    """Handle tensor_split, by a number of parts or by the places of the cuts."""
+
+    def plain(total: int, axis: int, given: Any) -> list[int]:
+        return [len(part) for part in torch.arange(total).tensor_split(given)]
+
+    def arguments(node: fx.Node, state: Replay, lengths: list[int], axis: int) -> Any:
+        places = tuple(accumulate(lengths[:-1]))
+        return (source_of(node), places, axis), {}
+
+    _divide(walk, node, ("indices_or_sections", "indices", "sections"), plain, arguments)
+
+
+def _divide(
+    walk: Walk,
+    node: fx.Node,
+    names: tuple[str, ...],
+    plain: Callable[[int, int, Any], list[int]],
+    changed: Callable[[fx.Node, Replay, list[int], int], Any],
+) -> None:
+    """Handle an operation that divides an axis as its first argument says.
+
+    Args:
+        walk: The analysis.
+        node: The operation.
+        names: Names of the argument that says how.
+        plain: Returns the lengths that the operation makes of an axis.
+        changed: Returns arguments for other lengths.
+    """
+    given = node.args[1] if len(node.args) > 1 else None
+    given = dense_arguments(walk, next((node.kwargs[n] for n in names if n in node.kwargs), given))
+    dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
+    dim, rank = dense_arguments(walk, dim), len(walk.shape(source_of(node)) or ())
+    listed = isinstance(given, (tuple, list)) and all(isinstance(i, int) for i in given)
+    if not isinstance(dim, int) or not (isinstance(given, int) or listed) or not rank:
+        walk.pin_inputs(node, "unknown_op", "its parts are not plain")
+        return
+    axis = dim % rank
+
+    def run(tensor: Tensor, sizes: list[Shape], state: Replay | None) -> list[Tensor]:
+        return list(torch.split(tensor, [size[axis] for size in sizes], axis))
+
+    def arguments(state: Replay, sizes: list[Shape]) -> Any:
+        lengths = [size[axis] for size in sizes]
+        if plain(sum(lengths), axis, given) == lengths:
+            return None
+        return changed(node, state, lengths, axis)
+
+    text = _equal(walk, node, f"parts of {node.name}")
+    rearrange(walk, node, run, arguments, equal_parts=text, sized=True)
 
 
 def getitem(walk: Walk, node: fx.Node) -> None:
@@ -91,9 +158,33 @@ def getitem(walk: Walk, node: fx.Node) -> None:
         return
     items = list(index) if isinstance(index, tuple) else [index]
     if any(_is_array(walk, item) for item in items):
-        walk.pin_inputs(node, "data_dependent_shape", "it is indexed by a tensor or list")
+        _take(walk, node, items)
         return
-    _slice(walk, node, items)
+
+    def arguments(place: int, first: int, last: int) -> Any:
+        changed = list(items)
+        changed[place] = slice(first, last)
+        return (source, tuple(changed)), {}
+
+    _slice(walk, node, items, arguments)
+
+
+def narrow(walk: Walk, node: fx.Node) -> None:
+    """Handle ``narrow(x, dim, start, length)`` as the slice that it is."""
+    names = ("dim", "start", "length")
+    given = {**dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
+    dim, start, length = (dense_arguments(walk, given.get(name)) for name in names)
+    source, rank = source_of(node), len(walk.shape(source_of(node)) or ())
+    if walk.space(source) is None or not all(isinstance(i, int) for i in (dim, start, length)):
+        walk.pin_inputs(node, "unknown_op", "its bounds are not plain")
+        return
+    stop = None if start + length == 0 else start + length  # the last ones
+    items = [slice(None)] * (dim % rank) + [slice(start, stop)]
+
+    def arguments(place: int, first: int, last: int) -> Any:
+        return (source, place, first, last - first), {}
+
+    _slice(walk, node, items, arguments)
 
 
 def _take_parts(walk: Walk, node: fx.Node, value: tuple[Any, ...], index: int | slice) -> None:
@@ -115,8 +206,65 @@ def _is_array(walk: Walk, item: Any) -> bool:
     return isinstance(item, (list, tuple)) or walk.shape(item) is not None
 
 
-def _slice(walk: Walk, node: fx.Node, items: list[Any]) -> None:
-    """Handle an index of slices, numbers, ``None`` and ``...``."""
+def _take(walk: Walk, node: fx.Node, items: list[Any]) -> None:
+    """Handle an index that takes places of one axis, named by a list or tensor."""
+    source = node.args[0]
+    space, own, shape = walk.space(source), walk.shape(source), walk.shape(node)
+    assert space is not None
+    assert own is not None
+    places = [i for i, item in enumerate(items) if _is_array(walk, item)]
+    taken = [item for i, item in enumerate(items) if i not in places]
+    rest = len(own) - sum(item is not Ellipsis for item in items)
+    axis = places[0] + (rest - 1 if Ellipsis in taken[: places[0]] else 0)
+    whole = all(item is Ellipsis or item == slice(None) for item in taken)
+    index = _index_shape(walk, items[places[0]])
+    wanted = (*own[:axis], *index, *own[axis + 1 :])
+    if len(places) > 1 or not whole or axis in space.axes or shape != wanted:
+        walk.pin_inputs(node, "data_dependent_shape", "a tensor or list says which it takes")
+        return
+    more = len(index) - 1
+    axes = tuple(a if a < axis else a + more for a in range(len(own)))
+    sizes = [1] * len(wanted)
+    for a in space.axes:
+        sizes[axes[a]] = space.atoms.shape[a]
+    out = Space(space.atoms.reshape(sizes), axes[space.axis], zero=space.zero)
+    walk.spaces[node] = out
+    walk.steps.append(Taken(node, source, out, axes))
+
+
+def _index_shape(walk: Walk, item: Any) -> Shape:
+    return (len(item),) if isinstance(item, (tuple, list)) else (walk.shape(item) or ())
+
+
+@dataclass
+class Taken(Step):
+    """``axes`` has the new place of each axis of the source; none of the new ones has channels."""
+
+    node: fx.Node
+    source: Any
+    space: Space
+    axes: tuple[int, ...]
+
+    def replay(self, state: Replay) -> None:
+        """Keep the places on their new axes."""
+        places = state.places[self.source]
+        sizes = [1] * self.space.atoms.dim()
+        for axis, length in zip(self.axes, places.shape, strict=True):
+            sizes[axis] = length
+        state.place(self.node, places.reshape(sizes), self.node, self.space)
+
+
+def _slice(
+    walk: Walk, node: fx.Node, items: list[Any], changed: Callable[[int, int, int], Any]
+) -> None:
+    """Handle an index of slices, numbers, ``None`` and ``...``.
+
+    Args:
+        walk: The analysis.
+        node: The operation.
+        items: The index.
+        changed: Returns the arguments for other bounds: of which item, first, and last.
+    """
     source = node.args[0]
     space, shape = walk.space(source), walk.shape(source)
     assert space is not None
@@ -156,11 +304,8 @@ def _slice(walk: Walk, node: fx.Node, items: list[Any]) -> None:
     def arguments(state: Replay, sizes: list[Shape]) -> Any:
         if whole:
             return None
-        changed = list(items)
-        first, last = bounds(state)
         assert place is not None
-        changed[place] = slice(first, last)
-        return (source, tuple(changed)), {}
+        return changed(place, *bounds(state))
 
     rearrange(walk, node, run, arguments)
     length, size = stop - start, shape[space.axis]
@@ -171,7 +316,17 @@ def _slice(walk: Walk, node: fx.Node, items: list[Any]) -> None:
 FUNCTIONS: dict[Any, Handler] = {
     torch.split: split,
     torch.chunk: chunk,
-    torch.unbind: chunk,
+    torch.unbind: unbind,
+    torch.tensor_split: tensor_split,
+    torch.narrow: narrow,
+    torch.select: axes_only,
     operator.getitem: getitem,
 }
-METHODS: dict[str, Handler] = {"split": split, "chunk": chunk, "unbind": chunk}
+METHODS: dict[str, Handler] = {
+    "split": split,
+    "chunk": chunk,
+    "unbind": unbind,
+    "tensor_split": tensor_split,
+    "narrow": narrow,
+    "select": axes_only,
+}

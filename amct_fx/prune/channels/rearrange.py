@@ -27,6 +27,7 @@ __all__ = [
     "Rearranged",
     "Run",
     "Shape",
+    "axes_only",
     "dense_arguments",
     "is_right",
     "rearrange",
@@ -238,6 +239,11 @@ def _cut_axis(space: Space, shape: Shape, moved: Tensor, axes: list[int]) -> int
         return both[-1]
     single = shape[space.axis] == 1 and moved.dim() == len(shape)
     return space.axis if single and moved.shape[space.axis] == 1 else None
+
+
+def axes_only(walk: Walk, node: fx.Node) -> None:
+    """Handle permutations and the like, whose arguments name axes and no sizes."""
+    rearrange(walk, node, same_call(walk, node), unchanged)
 
 
 def source_of(node: fx.Node) -> Any:

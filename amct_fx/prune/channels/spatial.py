@@ -151,6 +151,7 @@ FUNCTIONS |= {function: along(1) for function in _SOFT}
 FUNCTIONS |= {F.glu: along(1, default=-1), F.normalize: along(2, default=1)}
 _CUMULATIVE = (torch.cumsum, torch.cumprod, torch.logcumsumexp)
 FUNCTIONS |= {function: along(1) for function in _CUMULATIVE}
+FUNCTIONS |= {torch.index_select: along(1)}
 _REDUCTIONS = (
     *("mean", "sum", "amax", "amin", "max", "min", "std", "var", "prod", "logsumexp", "norm"),
     *("argmax", "argmin", "median", "all", "any", "nansum", "nanmean"),
@@ -158,6 +159,7 @@ _REDUCTIONS = (
 FUNCTIONS |= {getattr(torch, name): reduce for name in _REDUCTIONS if hasattr(torch, name)}
 METHODS: dict[str, Handler] = {name: reduce for name in _REDUCTIONS}
 METHODS |= {name: along(1) for name in ("softmax", "log_softmax", "cumsum", "cumprod")}
+METHODS |= {"index_select": along(1)}
 MODULES: dict[type[nn.Module], Handler] = {
     getattr(nn, f"{kind}{count}d"): over_last(count)
     for kind in (

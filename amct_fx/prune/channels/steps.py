@@ -54,6 +54,7 @@ class Replay:
         selections: For each axis of a parameter the indices that stay, in order.
         attributes: New values of attributes, by name of the module and of the attribute.
         arguments: Replaced arguments of nodes.
+        targets: Other functions or methods that nodes call.
         number: Returns the new value of a node that is no tensor.
     """
 
@@ -63,6 +64,7 @@ class Replay:
     selections: dict[SiteKey, Tensor] = field(default_factory=dict)
     attributes: dict[tuple[str, str], Any] = field(default_factory=dict)
     arguments: dict[fx.Node, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    targets: dict[fx.Node, Any] = field(default_factory=dict)
 
     def stays(self, atoms: Tensor) -> Tensor:
         """Say which of ``atoms`` stay: bool of the same shape."""
