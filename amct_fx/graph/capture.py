@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten
 from amct_fx.errors import ModelError
 from amct_fx.graph.facts import layer_calls
 from amct_fx.graph.questions import CodeReader
+from amct_fx.graph.quick import trace_module
 from amct_fx.graph.recording import Recording, record_calls
 from amct_fx.graph.region import GraphForward, fx_graph_of, guard_of
 from amct_fx.graph.runtime_guard import OPEN, Guard
@@ -267,16 +268,15 @@ class _Walk:
     def _trace(self, module: nn.Module) -> tuple[IslandTracer, CallForm | None, Refusal | None]:
         """Trace for every call, or for the form of call that the example inputs showed."""
         form = self._forms.get(module)
-        tracer = IslandTracer(self._is_layer, reader=self._reader)
+        tracer = IslandTracer(self._is_layer)
         refusal = refuse_signature(module)
         if refusal is None and (form is None or not form.has_none):
-            refusal = tracer.trace_or_explain(module)
+            tracer, refusal = trace_module(module, self._is_layer, reader=self._reader)
             if refusal is None:
                 return tracer, None, None
         if form is None:
             return tracer, None, refusal
-        tracer = IslandTracer(self._is_layer, form, self._forms, self._reader)
-        refusal = tracer.trace_or_explain(module)
+        tracer, refusal = trace_module(module, self._is_layer, form, self._forms, self._reader)
         return tracer, replace(form, undecided=frozenset(tracer.undecided)), refusal
 
     def keep_uncalled_layers(self) -> None:

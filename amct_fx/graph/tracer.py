@@ -99,15 +99,18 @@ class IslandTracer(fx.Tracer):
 
     def trace_or_explain(self, module: nn.Module) -> Refusal | None:
         """Trace ``module`` into ``self.graph``; return the reason if that is not possible."""
-        refusal = self._refuse_before_tracing(module)
-        if refusal is None and self._form is None:
-            refusal = refuse_signature(module)
+        refusal = self.refusal_of_root(module)
         if refusal is not None:
             return refusal
         self._switching = _parts_that_switch_modes(module, self)
         if "" in self._switching:
             return self._switching[""]
         return self._attempt(module)
+
+    def refusal_of_root(self, module: nn.Module) -> Refusal | None:
+        """Say why ``module`` must not even be tried."""
+        refusal = self._refuse_before_tracing(module)
+        return refuse_signature(module) if refusal is None and self._form is None else refusal
 
     def _attempt(self, module: nn.Module) -> Refusal | None:
         """Trace ``module`` in the modes of the caller; leave nothing behind if that fails."""
@@ -251,10 +254,7 @@ class IslandTracer(fx.Tracer):
         if self.is_leaf_module(m, path):
             return super().call_module(m, forward, args, kwargs)
         refusal = self._refuse_before_tracing(m) or self._switching.get(path)
-        if self._form is not None and (refuse_signature(m) or _passes_constants(args, kwargs)):
-            self.undecided.add(path)
-        if self._form is not None and m in self._forms:
-            self._note_ranks(self._forms[m], args, kwargs)
+        self._note_call(m, path, args, kwargs)
         if refusal is None:
             last = next(iter(reversed(self.graph.nodes)), None)
             stack, reads = list(self.module_stack.items()), len(self._reads)
@@ -274,6 +274,17 @@ class IslandTracer(fx.Tracer):
                 return result
         self.islands[path] = refusal
         return super().call_module(m, forward, args, kwargs)
+
+    def _note_call(
+        self, m: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Remember what a call tells about ranks, and parts that another form may not reach."""
+        if self._form is None:
+            return
+        if refuse_signature(m) or _passes_constants(args, kwargs):
+            self.undecided.add(path)
+        if m in self._forms:
+            self._note_ranks(self._forms[m], args, kwargs)
 
     def _refuse_before_tracing(self, module: nn.Module) -> Refusal | None:
         refusal = _refuse_before_tracing(module, self._is_layer)
