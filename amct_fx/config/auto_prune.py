@@ -5,7 +5,6 @@ Source: spec/pruning.md section 11.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +30,6 @@ _FIELDS = (
     "test_iteration",
     "override_prune_cfg",
 )
-_STARTS_LIKE_CFG = re.compile(rf"\s*({'|'.join(_FIELDS)})\s*:")
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ def load_auto_prune_config(
         return source
     if isinstance(source, Mapping):
         return _parse(fields_to_text(source), None)
-    return _parse(*read_source(source, _STARTS_LIKE_CFG))
+    return _parse(*read_source(source, _FIELDS))
 
 
 def _parse(text: str, file: str | None) -> AutoPruneConfig:

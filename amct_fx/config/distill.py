@@ -6,7 +6,6 @@ here a skip beats an override. :meth:`DistillConfig.quantization` gives what res
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +30,12 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
+    from amct_fx.config.distill_json import DistillPlan
     from amct_fx.config.specs import ModelFacts, Resolution
     from amct_fx.config.textproto import Located
 
 __all__ = [
+    "DISTILL_FIELDS",
     "DistillConfig",
     "DistillGroup",
     "load_distill_config",
@@ -42,9 +43,18 @@ __all__ = [
     "resolve_distill",
 ]
 
-
-STARTS_LIKE_CFG = re.compile(
-    r"\s*(batch_num|group_size|data_dump|distill_\w+|quant_skip_layers|quant_skip_layer_types)\s*[:{<]"
+#: The fields that a file may begin with.
+DISTILL_FIELDS = (
+    "batch_num",
+    "group_size",
+    "data_dump",
+    "distill_group",
+    "distill_data_quant_config",
+    "distill_weight_quant_config",
+    "distill_override_layers",
+    "distill_override_layer_types",
+    "quant_skip_layers",
+    "quant_skip_layer_types",
 )
 
 
@@ -131,17 +141,17 @@ class DistillConfig:
 
 
 def resolve_distill(
-    config: DistillConfig, facts: ModelFacts, *, linear_channel_wise: bool = False
+    config: DistillConfig | DistillPlan, facts: ModelFacts, *, linear_channel_wise: bool = False
 ) -> Resolution:
     """Decide for each eligible layer how it is quantized; a skip beats an override.
 
     Args:
-        config: The configuration.
+        config: The configuration, from a ``.cfg`` or a JSON.
         facts: Facts about the model, with reasons for what distillation cannot quantize.
         linear_channel_wise: Accept ``channel_wise: true`` in the override of a Linear by name.
     """
     return resolve(
-        config.quantization(),
+        config.quantization() if isinstance(config, DistillConfig) else config.quantization,
         facts,
         linear_channel_wise=linear_channel_wise,
         rules=DISTILL,
@@ -161,7 +171,7 @@ def load_distill_config(
         return DistillConfig()
     if isinstance(source, DistillConfig):
         return source
-    text, file = read_source(source, STARTS_LIKE_CFG)
+    text, file = read_source(source, DISTILL_FIELDS)
     return parse_distill_cfg(text, file=file)
 
 
@@ -211,6 +221,10 @@ def parse_distill_cfg(text: str, *, file: str | None = None) -> DistillConfig:
 def _group(part: Located) -> DistillGroup:
     """Read one group."""
     start, end = part.required("start_layer_name"), part.required("end_layer_name")
+    for field_name, value in (("start_layer_name", start), ("end_layer_name", end)):
+        if not value:
+            message = f"{field_name} is empty; write the name of a module, as named_modules() does"
+            raise part.error(message, field=field_name)
     return build(DistillGroup, part, start=start, end=end)
 
 

@@ -122,7 +122,7 @@ def load_distill(source: object) -> DistillConfig | DistillPlan:
         3
     """
     from amct_fx.config.distill import (
-        STARTS_LIKE_CFG,
+        DISTILL_FIELDS,
         DistillConfig,
         load_distill_config,
         parse_distill_cfg,
@@ -134,7 +134,7 @@ def load_distill(source: object) -> DistillConfig | DistillPlan:
         return load_distill_config(None)
     if isinstance(source, Mapping):
         return parse_distill_json(source)
-    text, file = read_source(source, STARTS_LIKE_CFG)
+    text, file = read_source(source, DISTILL_FIELDS)
     if text.lstrip().startswith("{") or (file and Path(file).suffix.lower() == ".json"):
         return parse_distill_json(load_json(text, file=file), text=text, file=file)
     return parse_distill_cfg(text, file=file)

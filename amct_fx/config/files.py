@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from amct_fx.errors import ConfigError, ConfigFileNotFoundError, ConfigTypeError, did_you_mean
-
-if TYPE_CHECKING:
-    import re
 
 __all__ = ["MAX_BYTES", "make_folder", "read_source", "read_text", "replacing", "write_text"]
 
@@ -22,6 +20,9 @@ MAX_BYTES = 4 * 1024 * 1024
 _FILE_MODE = 0o640
 _FOLDER_MODE = 0o750
 _BOM = "\ufeff"
+_START = re.compile(r"\s*(\w*)\s*([^\w.\\/]|\b\w|)")
+_AFTER_A_FIELD = frozenset(":{<")
+_LIKE_A_FIELD = re.compile(r"\s*[A-Za-z_]{2,}\s*(?:[{<]|:\s*[\"'\[{<0-9]|:\s+\w)")
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
@@ -44,19 +45,20 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise ConfigError(message, file=name) from error
 
 
-def read_source(source: object, starts: re.Pattern[str]) -> tuple[str, str | None]:
+def read_source(source: object, fields: Collection[str]) -> tuple[str, str | None]:
     """Return a text and the file that it came from; ``None`` when the source is the text itself.
 
     Args:
-        source: A path, or a text: a string that holds a line break, that begins with a field, or
-            that holds ``{`` or ``#`` and is not the path of a file.
-        starts: What a text begins with.
+        source: A path, or a text: a string that holds a line break or begins with a field; or one
+            that begins like a misspelt field, or holds ``{`` or ``#``, and is not the path of a
+            file.
+        fields: The fields that a text may begin with.
     """
     if isinstance(source, str):
         if not source.strip():
             message = "the configuration is an empty string; pass None for the defaults"
             raise ConfigError(message)
-        if "\n" in source or starts.match(source) or _only_text(source):
+        if _is_text(source, fields):
             check_size(len(source), None)
             return source, None
     path = os.fspath(source) if isinstance(source, os.PathLike) else source
@@ -67,9 +69,18 @@ def read_source(source: object, starts: re.Pattern[str]) -> tuple[str, str | Non
     return read_text(path), path
 
 
-def _only_text(source: str) -> bool:
-    """Return whether a one-line string can only be a text."""
-    return ("{" in source or "#" in source) and not os.path.exists(source)  # noqa: PTH110  no OSError
+def _is_text(source: str, fields: Collection[str]) -> bool:
+    """Return whether a string is a text; a misspelt one is, so that its error names the field."""
+    if "\n" in source:
+        return True
+    word, after = _START.match(source).groups()  # type: ignore[union-attr]  # it matches anything
+    if word in fields and after in _AFTER_A_FIELD:
+        return True
+    if os.path.exists(source):  # noqa: PTH110  no OSError
+        return False
+    misspelt = bool(after) and after in ":{" and bool(did_you_mean(word, fields))
+    wrong_sign = bool(after) and word in fields  # such as batch_num = 2
+    return misspelt or wrong_sign or bool(_LIKE_A_FIELD.match(source)) or bool({*"{#"} & {*source})
 
 
 def _read_bytes(path: Path) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["load_config"]
 
-_A_FIELD = rf"(?:{'|'.join(ROOT_FIELDS)})\s*[:{{<]"
-_LIKE_A_FIELD = r"[a-z_]{2,}\s*(?:[{<]|:\s*[\"'\[{<0-9]|:\s+\w)"  # a misspelt one, no path
-_STARTS_LIKE_CFG = re.compile(rf"\s*(?:{_A_FIELD}|{_LIKE_A_FIELD})")
-
 
 def load_config(
     source: str | os.PathLike[str] | Mapping[str, Any] | CompressionConfig | None,
@@ -39,8 +34,8 @@ def load_config(
         source: One of
 
             * the path of a ``.cfg`` or a JSON file, or the text of one. A string is text when it
-              holds a line break, or begins with a field, or holds ``{`` or ``#`` and is not the
-              path of a file; otherwise it is a path;
+              holds a line break or begins with a field; or when it begins like a misspelt field,
+              or holds ``{`` or ``#``, and is not the path of a file; otherwise it is a path;
             * a dict with the keys of the JSON file, or with the fields of a ``.cfg`` file;
             * a :class:`CompressionConfig`, which is returned;
             * ``None`` for the defaults.
@@ -77,7 +72,7 @@ def _read(source: object, dialect: str, *, quant_only: bool) -> CompressionConfi
         return source
     if isinstance(source, Mapping):
         return _from_mapping(source, dialect)
-    text, file = read_source(source, _STARTS_LIKE_CFG)
+    text, file = read_source(source, ROOT_FIELDS)
     return _from_text(text, file, dialect, quant_only=quant_only)
 
 

@@ -215,3 +215,9 @@ def test_saving_over_a_file_is_a_warning(tmp_path: Path) -> None:
     with pytest.warns(AmctWarning, match="exists and is replaced"):
         save_distill_json(path, HEAD)
     assert json.loads(path.read_text()) == HEAD
+
+
+@pytest.mark.parametrize("text", ["group_sise: 2", "group_sise:2", "Group_size: 2"])
+def test_one_line_with_a_typo_is_a_text(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"unknown field '.*'; did you mean 'group_size'"):
+        load_distill_config(text)

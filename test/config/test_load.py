@@ -172,3 +172,36 @@ def test_a_file_whose_name_looks_like_a_text_is_still_a_path(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     Path(name).write_text("batch_num: 7")
     assert load_config(name).batch_num == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("batch_nun: 2", "'batch_nun'; did you mean 'batch_num'"),
+        ("skip_layer:'x'", "'skip_layer'; did you mean 'skip_layers'"),
+        ("prune_cnfig{}", "'prune_cnfig'; did you mean 'prune_config'"),
+        ("Batch_num: 2", "'Batch_num'; did you mean 'batch_num'"),
+        ("batch_num = 2", "expected ':' after batch_num, found '='"),
+        ("batch_num 2", "expected ':' after batch_num, found '2'"),
+    ],
+)
+def test_one_line_with_a_mistake_is_a_text_and_no_path(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(text)
+
+
+@pytest.mark.parametrize(
+    "path", ["batch_num", "batch_num.cfg", "batch_num/a.cfg", "C:\\batch.cfg", "s3://a/b.cfg"]
+)
+def test_what_looks_like_a_path_is_a_path(path: str) -> None:
+    with pytest.raises(ConfigFileNotFoundError):
+        load_config(path)
+
+
+@pytest.mark.parametrize("name", ["batch_nun: 2", "batch_num = 2", "a#1"])
+def test_a_file_with_such_a_name_is_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text("batch_num: 3")
+    assert load_config(name).batch_num == 3
