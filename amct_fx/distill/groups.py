@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from amct_fx.config.messages import listing
 from amct_fx.config.schema import NOWHERE, Source
 from amct_fx.distill.calls import Call, Calls
 from amct_fx.distill.spans import between, is_crossed, paths_between
@@ -163,27 +164,35 @@ def _user_group(calls: Calls, item: DistillGroup, *, allow_branches: bool) -> Gr
     ends = calls.of_name(item.end, item.source)
     _refuse_reused(starts, f"module {item.start!r}", item.source)
     start = starts[0]
-    ways = [(_ways(calls, start, end), end) for end in ends]
-    total = sum(count for count, _ in ways)
-    if total == 0:
-        message = (
-            f"no way leads from {item.start!r} to {item.end!r}{_backwards(calls, start, ends)}"
-        )
-        raise item.source.error(message)
-    reached = [end for count, end in ways if count]
-    nodes = between(start.node, reached[0].node)
-    if total > 1:
-        leak = _leak(calls, start.region, nodes)
-        if len(reached) > 1 or not allow_branches or leak is not None:
-            reason = f", and {str(leak)!r} is also read outside" if allow_branches and leak else ""
-            message = (
-                f"{total} ways lead from {item.start!r} to {item.end!r}{reason}; "
-                "a group needs exactly one"
-            )
-            raise item.source.error(message)
+    nodes = _region_to(calls, start, ends, item, allow_branches=allow_branches)
     group = _group(calls, start.region, nodes)
     _refuse_reused_norms(calls, group, item.source)
     return group
+
+
+def _region_to(
+    calls: Calls, start: Call, ends: Sequence[Call], item: DistillGroup, *, allow_branches: bool
+) -> tuple[fx.Node, ...]:
+    """Return the nodes from the start to the end.
+
+    An end that is called several times, as the only ReLU of a residual block is, means the last
+    call to which the start leads in one way, so that the group holds the whole block.
+    """
+    problem = f"no way leads from {item.start!r} to {item.end!r}{_backwards(calls, start, ends)}"
+    for end in sorted(ends, key=lambda call: -calls.position(call.node)):
+        count = _ways(calls, start, end)
+        if count == 0:
+            continue
+        nodes = between(start.node, end.node)
+        leak = _leak(calls, start.region, nodes) if allow_branches else None
+        if count == 1 or (allow_branches and leak is None):
+            return nodes
+        reason = f", and {str(leak)!r} is also read outside" if leak else ""
+        problem = (
+            f"{count} ways lead from {item.start!r} to {item.end!r}{reason}; a group needs exactly "
+            "one" + ("" if allow_branches else ", or allow_branches=True if all stay inside")
+        )
+    raise item.source.error(problem)
 
 
 def _ways(calls: Calls, start: Call, end: Call) -> int:
@@ -254,7 +263,8 @@ def groups_of_names(
     """Return the groups that a JSON file lists.
 
     A function such as ``torch.relu`` behind the last module has no name that could be listed; it
-    belongs to the group.
+    belongs to the group. Modules between the first and the last one that hold no parameters, such
+    as a Dropout, may be left out of the list.
 
     Args:
         model: The traced model.
@@ -263,8 +273,8 @@ def groups_of_names(
         source: The file, for messages.
 
     Raises:
-        ConfigError: For an unknown module, a wrong order, modules that are not connected, or a
-            module in two groups.
+        ConfigError: For an unknown module, a wrong order, modules that are not connected, a layer
+            between them that is not listed, or a module in two groups.
     """
     calls = Calls(model, captured)
     groups: list[Group] = []
@@ -275,6 +285,22 @@ def groups_of_names(
         labels.append(repr(list(item)))
     _refuse_common_nodes(calls, groups, labels, [source] * len(groups))
     return groups
+
+
+def _left_out(
+    calls: Calls, region: Region, nodes: Sequence[fx.Node], listed: set[fx.Node]
+) -> list[str]:
+    """Return the modules of a span that a list leaves out although the group would train them."""
+    found = [Call(region, node) for node in nodes if node not in listed]
+    return [
+        calls.name(call) or ""
+        for call in found
+        if (module := calls.module(call)) is not None and _holds_tensors(module)
+    ]
+
+
+def _holds_tensors(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
 
 
 def _listed_group(calls: Calls, names: Sequence[str], taken: set[fx.Node], source: Source) -> Group:
@@ -309,5 +335,11 @@ def _follow(
     for name, call in zip(names, chosen, strict=True):
         if call.node not in nodes:
             return f"{name!r} is not connected to {names[-1]!r}"
+    left_out = _left_out(calls, start.region, nodes, {call.node for call in chosen})
+    if left_out:
+        return (
+            f"{listing(left_out)} lies between its modules and is not listed; list all that have "
+            "parameters, or make two groups"
+        )
     after = calls.following(end)
     return (*nodes, after.node) if after is not None and _is_function(after.node) else nodes

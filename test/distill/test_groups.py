@@ -266,7 +266,8 @@ def test_branches_must_stay_inside() -> None:
         (user("c1", "zz"), ["no module 'zz'"]),
         (user("c1", "c2") + user("c2", "r2"), [":2:1", "'c1' … 'c2'", "'c2' … 'r2'", "'c2'"]),
         (user("c1", "r1") + user("c1", "r1"), ["have 'c1' in common"]),
-        (user("", "c1"), ["the model itself cannot be in a group", "inside"]),
+        (user("", "c1"), [":1:17: start_layer_name is empty", "write the name of a module"]),
+        (user("c1", ""), ["end_layer_name is empty"]),
     ],
 )
 def test_a_group_that_does_not_fit_is_an_error(text: str, messages: list[str]) -> None:
@@ -281,9 +282,56 @@ def test_modules_that_are_called_twice_fit_no_group() -> None:
         names(SharedRelu(), user("r", "c2"))
     with pytest.raises(ConfigError, match="batch norm 'bn' is called 2 times"):
         names(SharedRelu(), user("c3", "c4"))
-    with pytest.raises(ConfigError, match="2 ways lead from 'c1' to 'r'"):
-        names(SharedRelu(), user("c1", "r"))
     assert names(SharedRelu(), user("c2", "r"))[:2] == [["c1", "r"], ["c2", "r"]]
+
+
+class BasicBlock(nn.Module):
+    """As in torchvision: one ReLU, called inside and behind the addition."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = conv(inputs, outputs), nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2, self.bn2 = conv(outputs, outputs), nn.BatchNorm2d(outputs)
+        self.downsample = conv(inputs, outputs) if inputs != outputs else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += x if self.downsample is None else self.downsample(x)
+        return self.relu(out)
+
+
+@pytest.mark.parametrize("outputs", [3, 4])
+def test_a_block_whose_only_relu_is_called_twice_is_a_group_up_to_its_end(outputs: int) -> None:
+    model = sequence(stem=conv(), first=BasicBlock(3, outputs), second=BasicBlock(outputs, outputs))
+    text = user("first.conv1", "first.relu") + user("second.conv1", "second.relu")
+    expected = [
+        [f"{block}.{name}" for name in ("conv1", "bn1", "relu", "conv2", "bn2", "relu")]
+        for block in ("first", "second")
+    ]
+    groups = found(model, text)
+    assert [list(group.names) for group in groups if len(group.names) > 1] == expected
+    spans = [[str(node) for node in group.nodes] for group in groups if len(group.names) > 1]
+    assert [span[-1] for span in spans] == ["first_relu_1", "second_relu_1"]
+    again = listed(model, expected)
+    assert [[str(node) for node in group.nodes] for group in again] == spans
+
+
+def test_of_a_relu_for_all_blocks_the_last_call_that_one_way_leads_to_is_the_end() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.c1, self.c2, self.c3 = conv(), conv(), conv()
+            self.r = nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.r(self.c2(self.r(self.c1(x))) + x)
+            return self.r(self.c3(x) + x)
+
+    assert names(Shared(), user("c1", "r"))[0] == ["c1", "r", "c2", "r"]
+    wide = names(Shared(), user("c1", "r"), allow_branches=True)
+    assert wide == [["c1", "r", "c2", "r", "c3", "r"]]
 
 
 def test_two_routes_without_an_add_are_two_ways() -> None:
@@ -342,13 +390,31 @@ def test_groups_are_found_again_by_their_names(model: Any, size: int) -> None:
         ([["c1", "zz"]], "no module 'zz'"),
         ([["c2", "c1"]], "'c1' is listed in the wrong order"),
         ([["c1", "r1", "b1", "c2"]], "'b1' is listed in the wrong order"),
-        ([["c1", "r1"], ["r1", "c2"]], "have 'r1' in common"),
-        ([["c1", "c2"], ["b1"]], "have 'b1' in common"),
+        ([["c1", "b1", "r1"], ["r1", "c2"]], "have 'r1' in common"),
+        ([["c1", "b1", "c2"], ["r1"]], "have 'r1' in common"),
+        ([["c1", "r1"]], "'b1' lies between its modules and is not listed"),
+        ([["c1", "b1", "r1", "c3"]], "'c2', 'b2' lies between .* list all .* or make two groups"),
     ],
 )
 def test_a_list_that_does_not_fit_is_an_error(groups: list[list[str]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         listed(PlainChain(), groups)
+
+
+def test_what_holds_no_parameters_may_be_left_out_of_a_list() -> None:
+    groups = listed(PlainChain(), [["c1", "b1", "c2"]])
+    assert [str(node) for node in groups[0].nodes] == ["c1", "b1", "r1", "c2"]
+
+
+def test_a_layer_on_a_branch_inside_must_be_listed_too() -> None:
+    class Branches(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            return self.c3(self.c1(x) + self.c2(x))
+
+    with pytest.raises(ConfigError, match="'c2' lies between"):
+        listed(Branches(), [["stem", "c1", "c3"]])
+    assert listed(Branches(), [["stem", "c1", "c2", "c3"]])
 
 
 def test_modules_on_two_branches_are_not_connected() -> None:
