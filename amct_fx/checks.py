@@ -28,8 +28,12 @@ __all__ = [
 ]
 
 
-def check_float_model(model: object) -> None:
+def check_float_model(model: object, *, call: str = "prepare_qat_amct") -> None:
     """Refuse what prepare cannot take: no module, prepared, converted, wrapped.
+
+    Args:
+        model: What the user gave.
+        call: The function that the user called, for messages.
 
     Raises:
         ModelTypeError: ``model`` is no ``nn.Module``.
@@ -40,23 +44,29 @@ def check_float_model(model: object) -> None:
     for name, part in module.named_modules():
         where = f"layer {name!r}" if name else "the model"
         if isinstance(part, (QATLayer, FakeQuantizeBase)):
-            message = f"{where} is already prepared; give prepare_qat_amct the float model"
+            message = f"{where} is already prepared; give {call} the float model"
             raise ModelStateError(message)
         if isinstance(part, QuantizedLayer):
-            message = f"{where} is already converted; give prepare_qat_amct the float model"
+            message = f"{where} is already converted; give {call} the float model"
             raise ModelStateError(message)
         _refuse_wrapper(part, where)
         if any(is_lazy(parameter) for parameter in part._parameters.values()):
-            message = f"{where} is lazy; run one forward pass before prepare_qat_amct"
+            message = f"{where} is lazy; run one forward pass before {call}"
             raise ModelStateError(message)
     preparation = _preparation_of(module)
     if preparation is not None and not preparation.converted:
-        message = "the model is already prepared; give prepare_qat_amct the float model"
+        message = f"the model is already prepared; give {call} the float model"
         raise ModelStateError(message)
 
 
-def check_prepared_model(model: object) -> None:
+def check_prepared_model(
+    model: object, *, first: str = "prepare_qat_amct(model, cfg) and train it"
+) -> None:
     """Refuse what convert cannot take.
+
+    Args:
+        model: What the user gave.
+        first: What comes before this call, for messages.
 
     Raises:
         ModelTypeError: ``model`` is no ``nn.Module``.
@@ -75,7 +85,7 @@ def check_prepared_model(model: object) -> None:
     message = (
         "the model is already converted"
         if done
-        else "the model is not prepared; call prepare_qat_amct(model, cfg) and train it first"
+        else f"the model is not prepared; call {first} first"
     )
     raise ModelStateError(message)
 

@@ -261,11 +261,16 @@ def unwrapped(model: object) -> nn.Module:
     return model
 
 
-def float_model(model: object) -> nn.Module:
-    """Return the float model, out of ``DistributedDataParallel``."""
+def float_model(model: object, call: str = "this function") -> nn.Module:
+    """Return the float model, out of ``DistributedDataParallel``.
+
+    Args:
+        model: What the caller gave.
+        call: The function that was called, for messages.
+    """
     if isinstance(model, DistributedDataParallel):
         model = model.module
-    check_float_model(model)
+    check_float_model(model, call=call)
     if not isinstance(model, nn.Module):  # has just been checked; says it to mypy
         raise ModelTypeError
     if is_layer(model):

@@ -91,7 +91,7 @@ def create_distill_config(
         [['0', '1'], ['2']]
     """
     target, definition = config_paths(config_file, config_defination)
-    model = float_model(model)
+    model = float_model(model, "create_distill_config")
     check_input_data(input_data, tensors_only=True)
     config = load_distill_config(definition)
     traced = trace(model, input_data)
@@ -134,7 +134,7 @@ def create_distill_model(
         ModelTypeError: ``model`` is no module.
     """
     config = _config(config_file)
-    model = float_model(model)
+    model = float_model(model, "create_distill_model")
     check_input_data(input_data, tensors_only=True)
     return prepare_distill_amct(model, config, input_data)
 
@@ -273,7 +273,7 @@ def save_distill_model(
     check_input_data(input_data, tensors_only=True)
     check_export_names(input_names, output_names, dynamic_axes)
     record = file_path("record_file", _RECORD if record_file is None else record_file)
-    check_prepared_model(model)
+    check_prepared_model(model, first="create_distill_model and distill")
     save_files(
         convert_amct(model),
         paths,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from amct_fx.distill.samples import naming_batch
 from amct_fx.distributed import RangeMerger, merge_ranges_across_ranks
 from amct_fx.observers._base import AmctFakeQuantize
 
@@ -48,8 +49,9 @@ def calibrate(student: nn.Module, batches: Iterable[tuple[Any, ...]]) -> None:
         modes = {module: module.training for module in student.modules()}
         try:
             student.eval()
-            for arguments in itertools.islice(_again(batches), count):
-                student(*arguments)
+            for number, arguments in enumerate(itertools.islice(_again(batches), count), start=1):
+                with naming_batch(number, arguments):
+                    student(*arguments)
         finally:
             for module, mode in modes.items():
                 module.training = mode

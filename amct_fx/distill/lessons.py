@@ -23,6 +23,7 @@ from amct_fx.distill.cache import byte_size
 from amct_fx.distill.cuts import float_graph, region_of
 from amct_fx.distill.frontier import Frontier, FrontierModel
 from amct_fx.distill.loop import Pair
+from amct_fx.distill.samples import naming_batch
 from amct_fx.distill.taps import TappedModel
 from amct_fx.graph import GraphForward, fx_graph_of
 from amct_fx.graph.region import guard_of
@@ -149,14 +150,20 @@ class StudentInputs:
 class _Live:
     """A batch whose teacher values are computed when they are asked for."""
 
+    number: int
     arguments: tuple[Any, ...]
     teacher: Teacher
 
     def inputs(self) -> tuple[Any, ...]:
         return self.arguments
 
+    def output(self) -> Any:
+        with naming_batch(self.number, self.arguments):
+            return self.teacher.values_of_all(self.arguments)[1]
+
     def group(self, index: int) -> list[GroupValues]:
-        return self.teacher.values_of(index, self.arguments)
+        with naming_batch(self.number, self.arguments):
+            return self.teacher.values_of(index, self.arguments)
 
 
 class Lessons:
@@ -259,7 +266,8 @@ class LiveLessons(Lessons):
         batch_num: int,
     ) -> None:
         measured = itertools.islice(samples, max(batch_num, MEASURED))
-        exam = [(_Live(a, teacher), teacher.values_of_all(a)[1]) for a in measured]
+        batches = [_Live(number, a, teacher) for number, a in enumerate(measured, start=1)]
+        exam = [(batch, batch.output()) for batch in batches]
         super().__init__(students, epochs, exam)
         self._samples = samples
         self._teacher = teacher
@@ -279,8 +287,8 @@ class LiveLessons(Lessons):
         return [lambda: self._epoch(group)] * self._epochs
 
     def _epoch(self, group: int) -> Iterator[Pair]:
-        for arguments in self._samples:
-            yield self._pair(group, None, _Live(arguments, self._teacher))
+        for number, arguments in enumerate(self._samples, start=1):
+            yield self._pair(group, None, _Live(number, arguments, self._teacher))
 
 
 def collect(
@@ -303,7 +311,8 @@ def collect(
     for epoch in range(epochs):
         batches.append([])
         for step, arguments in enumerate(samples):
-            values, output = teacher.values_of_all(arguments)
+            with naming_batch(step + 1, arguments):
+                values, output = teacher.values_of_all(arguments)
             batch = cache.add(arguments, values, epoch=epoch, step=step)
             batches[epoch].append(batch)
             if epoch == 0 and step < max(batch_num, MEASURED):

@@ -5,6 +5,7 @@ Source: spec/distillation.md section 9.3.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -170,7 +171,8 @@ class GroupTrainer:
             scheduler = self._options.scheduler(optimizer, self._steps)
             step = partial(self._step, block, trained.all(), optimizer, scheduler, headroom)
             for number, epoch in enumerate(epochs, start=1):
-                self._epoch(epoch, step, history)
+                where = f"{block.cut}, epoch {number}"
+                self._epoch(epoch, step, history, where)
                 self._average_buffers(block)
                 now = self._measure(block, measured)
                 history.measured.append(now)
@@ -182,13 +184,16 @@ class GroupTrainer:
             if history.kept_epoch:
                 break
 
-    def _epoch(self, epoch: Batches, step: Callable[[Pair], Tensor], history: GroupHistory) -> None:
+    def _epoch(
+        self, epoch: Batches, step: Callable[[Pair], Tensor], history: GroupHistory, where: str
+    ) -> None:
         """Do one epoch; the losses are read from the device once, at its end."""
         losses = []
         for pair in epoch():
             losses.append(step(pair))
             self._progress.advance()
         values = torch.stack(losses).tolist() if losses else []
+        _check_finite(losses, where)
         history.steps += values
         history.losses.append(sum(values) / len(values) if values else float("nan"))
 
@@ -259,9 +264,7 @@ class GroupTrainer:
     def _measure(self, block: Block, measured: Batches) -> float:
         """Return the mean loss in eval mode."""
         losses = [self._loss(block, pair).detach().double() for pair in measured()]
-        if not losses:
-            return float("nan")
-        return float(mean_of_ranks(torch.stack(losses).mean()))
+        return _check_finite(losses, str(block.cut))
 
     def _average_buffers(self, block: Block) -> None:
         """Give all ranks the same statistics of batch norms that were in training mode."""
@@ -289,7 +292,37 @@ class GroupTrainer:
             return options.optimizer_factory(trained.groups())
         if options.optimizer is not None:
             return rebuilt_optimizer(options.optimizer, trained)
-        return default_optimizer(trained, options.lr, options.clip_lr, factor)
+        return default_optimizer(
+            trained,
+            options.lr,
+            options.clip_lr,
+            weight_step=options.weight_step,
+            factor=factor,
+        )
+
+
+def _check_finite(losses: Sequence[Tensor], where: str) -> float:
+    """Return the mean over batches and ranks.
+
+    Args:
+        losses: Of the batches, in order.
+        where: The group, for the message.
+
+    Raises:
+        DistillError: On all ranks if a loss of any of them is NaN or infinite.
+    """
+    if not losses:
+        return float("nan")
+    mean = float(mean_of_ranks(torch.stack(list(losses)).mean()))
+    if math.isfinite(mean):
+        return mean
+    bad = [n for n, loss in enumerate(losses, start=1) if not math.isfinite(float(loss))]
+    what = f"of batch {bad[0]} is {float(losses[bad[0] - 1])}" if bad else "of another rank is nan"
+    message = (
+        f"the group {where}: the loss {what}; look for NaN or infinity in that batch, at what the "
+        "loss function returns, or lower the learning rate"
+    )
+    raise DistillError(message)
 
 
 def _state(block: Block) -> TensorSnapshot:

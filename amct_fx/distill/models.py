@@ -12,6 +12,8 @@ from amct_fx.nn.quantized import QuantizedLayer
 
 __all__ = ["student_model", "teacher_model"]
 
+_FIRST = "prepare_distill_amct (of amct_pytorch: create_distill_model)"
+
 
 def teacher_model(model: object) -> nn.Module:
     """Return the teacher, out of ``DistributedDataParallel``.
@@ -39,7 +41,13 @@ def student_model(model: object) -> nn.Module:
         ModelStateError: It has no quantizers, or is converted.
     """
     module = _unwrapped(model, "student")
-    check_prepared_model(module)
+    check_prepared_model(module, first=_FIRST)
+    if not any(isinstance(part, FakeQuantizeBase) for part in module.modules()):
+        message = (
+            "the student has no quantizers: it was prepared to be pruned only; give "
+            "prepare_qat_amct a configuration that quantizes as well"
+        )
+        raise ModelStateError(message)
     return module
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,15 +12,26 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from amct_fx.nn.qat_layer import QATLayer
 from amct_fx.observers import ULQFakeQuantize, ULQWeightFakeQuantize
 
-__all__ = ["CLIP_LR", "OptimizerFactory", "Trained", "default_optimizer", "rebuilt_optimizer"]
+__all__ = [
+    "CLIP_LR",
+    "WEIGHT_STEP",
+    "OptimizerFactory",
+    "Trained",
+    "default_optimizer",
+    "rebuilt_optimizer",
+]
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
 """Takes parameter groups, returns an optimizer."""
 
 CLIP_LR = 0.1
 """AMCT's learning rate of clips: a step of Adam moves a clip by about as much."""
+
+WEIGHT_STEP = 0.02
+"""Largest step of a weight by default, as a share of its quantization step."""
 
 _CLIP_STEP = 0.01
 """Largest step of a clip by default, as a share of its range."""
@@ -36,12 +48,15 @@ class Trained:
         scales: Learned scales of weights.
         rest: Weights, biases, and what else the modules own.
         spans: Width of the input range that each clip belongs to.
+        quantum: Smallest mean step between two codes among the quantized weights of the group;
+            infinite without any.
     """
 
     clips: list[nn.Parameter] = field(default_factory=list)
     scales: list[nn.Parameter] = field(default_factory=list)
     rest: list[nn.Parameter] = field(default_factory=list)
     spans: list[float] = field(default_factory=list)
+    quantum: float = math.inf
 
     @classmethod
     def of(cls, module: nn.Module, parameters: Iterable[nn.Parameter]) -> Trained:
@@ -60,7 +75,7 @@ class Trained:
         scales = {
             part.scale for part in module.modules() if isinstance(part, ULQWeightFakeQuantize)
         }
-        found = cls()
+        found = cls(quantum=_quantum(module))
         for parameter in parameters:
             if parameter in spans:
                 found.clips.append(parameter)
@@ -80,14 +95,36 @@ class Trained:
         return [*groups, {"params": ranges, "weight_decay": 0.0}] if ranges else groups
 
 
+@torch.no_grad()
+def _quantum(module: nn.Module) -> float:
+    scales = [
+        float(layer.weight_scale(name).mean())
+        for layer in module.modules()
+        if isinstance(layer, QATLayer)
+        for name in layer.weight_names
+    ]
+    return min(scales, default=math.inf)
+
+
 def default_optimizer(
-    trained: Trained, lr: float, clip_lr: float | None, factor: float = 1.0
+    trained: Trained,
+    lr: float,
+    clip_lr: float | None,
+    *,
+    weight_step: float | None = WEIGHT_STEP,
+    factor: float = 1.0,
 ) -> Optimizer:
-    """Return AdamW with the learning rates of the specification.
+    """Return AdamW with the learning rates of the specification, where they are not too large.
+
+    Adam moves every weight by about the learning rate, however small its gradient is. The weights
+    are near their best already, so that is noise. Next to 4 bits 1e-3 is little of it; it is a
+    quarter of the distance between two codes of 8 bits.
 
     Args:
         trained: The parameters of the group.
-        lr: For weights, biases and batch norms.
+        lr: For weights, biases and batch norms, at most.
+        weight_step: Largest step of these, as a share of the distance between two codes of the
+            quantized weights in the group; ``None``: no limit.
         clip_lr: For clips; ``None``: 0.1, but at most a hundredth of the range. A fixed step of
             0.1 would cross a range such as [-0.2, 0.2] in a few steps.
         factor: For all learning rates.
@@ -103,6 +140,8 @@ def default_optimizer(
     if trained.scales:
         groups.append({"params": trained.scales, "lr": factor * _SCALE_LR, "weight_decay": 0.0})
     if trained.rest:
+        if weight_step is not None:
+            lr = min(lr, weight_step * trained.quantum)
         groups.append({"params": trained.rest, "lr": factor * lr, "weight_decay": _WEIGHT_DECAY})
     return torch.optim.AdamW(groups)
 

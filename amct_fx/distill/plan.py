@@ -6,14 +6,17 @@ agree on it whatever hooks or wrappers the teacher has got since.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch.ao.quantization import FakeQuantizeBase
 
+from amct_fx.config.distill import resolve_distill
 from amct_fx.config.distill_json import DistillPlan, load_distill
 from amct_fx.config.schema import Source
+from amct_fx.distill.agreement import check_same_settings
 from amct_fx.distill.cuts import Cut, cut_of, float_graph
 from amct_fx.distill.facts import distill_facts
 from amct_fx.distill.groups import Group, find_groups, groups_of_names
@@ -23,6 +26,7 @@ from amct_fx.graph import Capture, Region, regions
 from amct_fx.nn.qat import QATLayer
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from amct_fx.config import ModelFacts
@@ -39,6 +43,7 @@ __all__ = [
 ]
 
 _ATTRIBUTE = "_amct_distillation"
+_STORED = re.compile(r"\bparametrizations\.(\w+)\.original$")
 
 
 @dataclass(frozen=True)
@@ -180,6 +185,9 @@ def cuts_of_config(
         student: The prepared model.
         cfg: As for :func:`amct_fx.distill`; ``None``: as the student was prepared.
         allow_branches: Let groups of the user have branches.
+
+    Raises:
+        ConfigError: It does not fit the model, or contradicts what the student was prepared with.
     """
     known = getattr(student, _ATTRIBUTE, None)
     known = known if isinstance(known, Distillation) else None
@@ -189,6 +197,8 @@ def cuts_of_config(
     facts = known.facts if known is not None else distill_facts(teacher, captured)
     config = load_distill(cfg)
     groups = meet(teacher, captured, config, facts, allow_branches=allow_branches)
+    resolution = resolve_distill(config, facts, linear_channel_wise=True)
+    check_same_settings(student, config, resolution)
     quantized = {name for name, part in student.named_modules() if isinstance(part, QATLayer)}
     return distillation(config, groups, facts, quantized, allow_branches=allow_branches)
 
@@ -267,12 +277,8 @@ def check_same_model(teacher: nn.Module, student: nn.Module) -> None:
     quantizers = tuple(
         f"{name}." for name, part in student.named_modules() if isinstance(part, FakeQuantizeBase)
     )
-    ours = {
-        name: parameter.shape
-        for name, parameter in student.named_parameters(remove_duplicate=False)
-        if not name.startswith(quantizers)
-    }
-    theirs = {n: p.shape for n, p in teacher.named_parameters(remove_duplicate=False)}
+    ours, theirs = _shapes(student), _shapes(teacher)
+    ours = {name: shape for name, shape in ours.items() if not name.startswith(quantizers)}
     for name in dict.fromkeys([*theirs, *ours]):
         if ours.get(name) != theirs.get(name):
             shapes = " and ".join(
@@ -288,6 +294,14 @@ def check_same_model(teacher: nn.Module, student: nn.Module) -> None:
             )
             raise ModelStateError(message)
     _check_devices(teacher, student)
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Return the shapes of all parameters by name; one that a mask hides has its plain name."""
+    return {
+        _STORED.sub(r"\1", name): parameter.shape
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
 
 
 def _check_devices(teacher: nn.Module, student: nn.Module) -> None:

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from amct_fx.backend_config import is_layer, unbatched_layers, without_unbatched
 from amct_fx.checks import check_float_model
-from amct_fx.config.distill import DistillConfig, resolve_distill
-from amct_fx.config.distill_json import DistillPlan, load_distill
-from amct_fx.config.resolve import resolve
-from amct_fx.config.rules import DISTILL
+from amct_fx.config.distill import resolve_distill
+from amct_fx.config.distill_json import load_distill
 from amct_fx.config.schema import CompressionConfig, LayerOverride
 from amct_fx.copying import copy_model
 from amct_fx.distill.facts import distill_facts
+from amct_fx.distill.options import check_flag
 from amct_fx.distill.plan import distillation, meet, record_distillation
 from amct_fx.errors import ModelStateError
 from amct_fx.graph import capture
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from amct_fx.config import Resolution
+    from amct_fx.config.distill import DistillConfig
+    from amct_fx.config.distill_json import DistillPlan
     from amct_fx.distributed import RangeMergeRule
     from amct_fx.graph import FixedMinRule
 
@@ -64,6 +65,7 @@ def prepare_distill_amct(
         The student, in the mode of ``model``.
 
     Raises:
+        ArgumentTypeError: A switch is neither ``True`` nor ``False``.
         ConfigError: The configuration is wrong or does not fit the model; names file and line.
         ModelError: Nothing can be quantized, or there is no group.
         ModelStateError: The model is prepared, wrapped, cannot be copied, or is a single layer.
@@ -76,7 +78,9 @@ def prepare_distill_amct(
         >>> type(student[0]).__module__, type(student[2]).__module__
         ('amct_fx.nn.qat', 'torch.nn.modules.conv')
     """
-    check_float_model(model)
+    check_flag("linear_channel_wise", linear_channel_wise)
+    check_flag("allow_branches", allow_branches)
+    check_float_model(model, call="prepare_distill_amct")
     if is_layer(model):
         kind = type(model).__name__
         message = f"the model is a single {kind}, which has no name; use nn.Sequential(model)"
@@ -87,7 +91,7 @@ def prepare_distill_amct(
     unbatched = unbatched_layers(traced, example_inputs) if given else frozenset()
     captured = capture(traced, is_layer, example_inputs=example_inputs)
     facts = without_unbatched(distill_facts(traced, captured), unbatched)
-    resolution = _resolved(config, facts, linear_channel_wise=linear_channel_wise)
+    resolution = resolve_distill(config, facts, linear_channel_wise=linear_channel_wise)
     groups = meet(traced, captured, config, facts, allow_branches=allow_branches)
     student = prepare_qat_amct(
         model,
@@ -109,16 +113,6 @@ def _copied(model: nn.Module) -> nn.Module:
     except Exception as error:  # whatever the user's objects raise
         message = f"the model cannot be copied: {type(error).__name__}: {error}"
         raise ModelStateError(message) from error
-
-
-def _resolved(
-    config: DistillConfig | DistillPlan, facts: Any, *, linear_channel_wise: bool
-) -> Resolution:
-    if isinstance(config, DistillConfig):
-        return resolve_distill(config, facts, linear_channel_wise=linear_channel_wise)
-    return resolve(
-        config.quantization, facts, linear_channel_wise=linear_channel_wise, rules=DISTILL
-    )
 
 
 def _as_training_config(resolution: Resolution) -> CompressionConfig:

@@ -29,7 +29,8 @@ from amct_fx.distill.lessons import (
 )
 from amct_fx.distill.loop import GroupTrainer
 from amct_fx.distill.models import student_model, teacher_model
-from amct_fx.distill.options import DistillOptions
+from amct_fx.distill.optim import WEIGHT_STEP
+from amct_fx.distill.options import DistillOptions, check_flag, chosen_device
 from amct_fx.distill.plan import check_same_model, cuts_of_config, record_distillation
 from amct_fx.distill.progress import ProgressBar
 from amct_fx.distill.resume import Checkpoint
@@ -70,6 +71,7 @@ def distill(
     schedule: Schedule = "cosine",
     clip_lr: float | None = None,
     clip_headroom: float | None = 0.1,
+    weight_step: float | None = WEIGHT_STEP,
     bn_mode: BnMode = "eval",
     keep_best: bool = True,
     cache: CacheKind | None = None,
@@ -92,14 +94,15 @@ def distill(
             :func:`amct_fx.prepare_qat_amct`; trained in place.
         loader: A ``DataLoader``, or a list of batches. A batch is a tensor, or begins with one, as
             ``(image, label)`` does; otherwise give ``sample_fn``.
-        cfg: Path or text of a ``.cfg`` or JSON, as for :func:`amct_fx.prepare_distill_amct`;
-            ``None``: the groups of the preparation.
+        cfg: Path or text of a ``.cfg`` or JSON, as for :func:`amct_fx.prepare_distill_amct`, for
+            other groups; what it says of the layers must be true of the student. ``None``: the
+            groups of the preparation.
         epochs: Epochs for each group.
-        lr: Learning rate of weights, biases and batch norms.
+        lr: Learning rate of weights, biases and batch norms; see ``weight_step``.
         loss: Any function ``(student, teacher) -> number``; default ``nn.MSELoss()``. The mean over
             the tensors of an output that is a tuple.
         optimizer: An optimizer whose class and hyper-parameters each group's optimizer gets; then
-            ``lr`` and ``clip_lr`` have no effect. Default: AdamW.
+            ``lr``, ``weight_step`` and ``clip_lr`` have no effect. Default: AdamW.
         optimizer_factory: Takes parameter groups, returns an optimizer, in place of ``optimizer``.
         scheduler_factory: Takes the optimizer of a group, returns a learning rate scheduler; it
             steps after every batch.
@@ -110,6 +113,9 @@ def distill(
         clip_lr: Learning rate of the clips; default 0.1, at most a hundredth of the range.
         clip_headroom: No clip is tightened to less than this share beyond the extremes of the
             measured batches, since other data go further; ``None``: no limit.
+        weight_step: ``lr`` is lowered to this share of the distance between two codes of the
+            quantized weights in the group, since Adam moves each weight by about ``lr``, whatever
+            its gradient is; ``None``: no limit.
         bn_mode: ``"eval"``: batch norms use their statistics, and keep them; ``"train"``: those of
             the group that is trained collect new ones.
         keep_best: Keep the best state of each group, as measured on up to 16 batches, so that none
@@ -133,8 +139,9 @@ def distill(
         ArgumentError: An argument that cannot be used; an empty loader.
         ArgumentTypeError: An argument of the wrong type.
         CalibrationError: A calibration batch gives NaN or infinity.
-        ConfigError: The configuration does not fit the model.
-        DistillError: A group failed (names it; the cause is chained), or the disk is full.
+        ConfigError: The configuration does not fit the model, or contradicts the student.
+        DistillError: A group failed (names it; the cause is chained), a batch does not fit the
+            model or gives a loss that is NaN or infinite (names it), or the disk is full.
         ModelStateError: The teacher has quantizers, the student has none, or is of another model.
 
     Example:
@@ -157,16 +164,20 @@ def distill(
         schedule=schedule,
         clip_lr=clip_lr,
         clip_headroom=clip_headroom,
+        weight_step=weight_step,
         bn_mode=bn_mode,
         keep_best=keep_best,
         cache=cache,
         cache_bytes=cache_bytes,
         dump_dir=dump_dir,
+        checkpoint=checkpoint,
+        progress=progress,
     )
+    check_flag("allow_branches", allow_branches)
     source, target = teacher_model(teacher), student_model(student)
     check_same_model(source, target)
     plan = cuts_of_config(source, target, cfg, allow_branches=allow_branches)
-    where = next(target.parameters()).device if device is None else torch.device(device)
+    where = chosen_device(device, next(target.parameters()).device)
     samples = Samples(loader, sample_fn, where)
     before = ModelSnapshot(target)
     try:

@@ -6,14 +6,15 @@ Source: spec/distillation.md section 9.4.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from amct_fx.errors import ArgumentError, ArgumentTypeError
+from amct_fx.errors import AmctError, ArgumentError, ArgumentTypeError, DistillError
 
-__all__ = ["SampleFn", "Samples", "first_tensor"]
+__all__ = ["SampleFn", "Samples", "first_tensor", "naming_batch"]
 
 SampleFn = Callable[[Any], Any]
 """Takes a batch of the loader, returns a tensor, or a list or tuple of all arguments."""
@@ -76,13 +77,12 @@ class Samples:
         """Yield the arguments of the model, batch by batch, on its device.
 
         Raises:
-            ArgumentError: There is no batch, or one without tensors.
+            ArgumentError: There is no batch, or one without tensors, or with 0 rows.
         """
-        empty = True
-        for batch in self._loader:
-            empty = False
-            yield self._arguments(batch)
-        if empty:
+        number = 0
+        for number, batch in enumerate(self._loader, start=1):
+            yield self._arguments(batch, number)
+        if not number:
             again = iter(self._loader) is self._loader
             hint = "; an iterator can be read only once, pass a list or a DataLoader"
             message = f"the loader is empty{hint if again else ''}"
@@ -95,7 +95,7 @@ class Samples:
         except TypeError:  # an iterable data set has none
             return sum(1 for _ in self._loader)
 
-    def _arguments(self, batch: Any) -> tuple[Any, ...]:
+    def _arguments(self, batch: Any, number: int) -> tuple[Any, ...]:
         found = self._sample_fn(batch)
         arguments = tuple(found) if isinstance(found, (list, tuple)) else (found,)
         if not arguments or not all(isinstance(item, Tensor) for item in arguments):
@@ -104,7 +104,37 @@ class Samples:
                 f"{_describe(found)}"
             )
             raise ArgumentError(message)
+        if not arguments[0].numel():
+            message = (
+                f"batch {number} of the loader is empty, its shape is {tuple(arguments[0].shape)}; "
+                "leave it out"
+            )
+            raise ArgumentError(message)
         return tuple(_ordinary(item).to(self._device) for item in arguments)
+
+
+@contextmanager
+def naming_batch(number: int, arguments: tuple[Any, ...]) -> Iterator[None]:
+    """Name the batch in an error of the user's model, such as one for a wrong shape.
+
+    Args:
+        number: Of the batch, from 1.
+        arguments: What the model got.
+
+    Raises:
+        DistillError: For any other exception than those of this package.
+    """
+    try:
+        yield
+    except AmctError:
+        raise
+    except Exception as error:  # whatever the user's layers raise
+        shapes = ", ".join(f"{tuple(item.shape)} {item.dtype}" for item in arguments)
+        message = (
+            f"the model cannot compute batch {number} of the loader ({shapes}): "
+            f"{type(error).__name__}: {error}"
+        )
+        raise DistillError(message) from error
 
 
 def _ordinary(tensor: Tensor) -> Tensor:

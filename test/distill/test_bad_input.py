@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel
 import amct_fx
 from amct_fx import distill, prepare_distill_amct
 
-from .models import Chain, Residual, images, same_state, state_of, trained_norms
+from .models import Chain, Residual, calibrated, images, same_state, state_of, trained_norms
 from .test_blocks import GROUP
 
 HEAD = {"version": 1, "batch_num": 1, "group_size": 1, "data_dump": False}
@@ -42,7 +42,13 @@ def quantized() -> nn.Module:
 
 PREPARE: dict[str, tuple[Callable[[], Any], Any, type[Exception], str]] = {
     "no module": (lambda: 3, None, TypeError, "must be a torch.nn.Module, not int"),
-    "prepared": (quantized, None, RuntimeError, "already prepared"),
+    "prepared": (quantized, None, RuntimeError, "already prepared; give prepare_distill_amct the"),
+    "converted": (lambda: amct_fx.convert_amct(calibrated(Chain(), None, images(1))), None,
+        RuntimeError, "already converted; give prepare_distill_amct the float model"),
+    "misspelt": (Chain, "group_sise: 2", ValueError, "'group_sise'; did you mean 'group_size'"),
+    "no colon": (Chain, "group_size = 2", ValueError, "expected ':' after group_size, found '='"),
+    "empty start": (Chain, GROUP.format("", "c2"), ValueError, "start_layer_name is empty"),
+    "gap": (Chain, json_of([["c1", "c2"]]), ValueError, "'b1' lies between its modules"),
     "one layer": (lambda: nn.Linear(2, 2), None, RuntimeError, "single Linear, which has no name"),
     "no copy": (Frozen, None, RuntimeError, "cannot be copied: TypeError: no copies"),
     "no layer": (lambda: nn.Sequential(nn.ReLU()), None, ValueError, "no layer that can be"),
@@ -83,7 +89,7 @@ DISTILL: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "teacher no module": ({"teacher": 3}, TypeError, "teacher must be a torch.nn.Module, not int"),
     "student no module": ({"student": None}, TypeError, "student must be a torch.nn.Module"),
     "quantized teacher": ({"teacher": quantized()}, RuntimeError, r"teacher is quantized \(c1"),
-    "float student": ({"student": Chain()}, RuntimeError, "not prepared"),
+    "float student": ({"student": Chain()}, RuntimeError, "not prepared; call prepare_distill_a"),
     "data parallel": ({"teacher": DataParallel(Chain())}, TypeError, "DataParallel"),
     "another model": ({"teacher": Residual()}, RuntimeError, "not prepared from this teacher: of"),
     "another width": ({"teacher": Chain(6)}, RuntimeError, r"has \(6, 3, 3, 3\) and the student"),
@@ -110,6 +116,22 @@ DISTILL: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "cache": ({"cache": "rom"}, ValueError, "cache must be 'ram' or .*did you mean"),
     "bn_mode": ({"bn_mode": "off"}, ValueError, "bn_mode must be"),
     "dump_dir": ({"dump_dir": 3}, TypeError, "dump_dir must be a path"),
+    "dump_dir number": ({"dump_dir": 1.5}, TypeError, "dump_dir must be a path, not float"),
+    "checkpoint": ({"checkpoint": 3}, TypeError, "checkpoint must be a path, not int"),
+    "no device": ({"device": "foo"}, ValueError, "device 'foo' cannot be used .*leave it out"),
+    "absent device": ({"device": "xpu:7"}, ValueError, "device 'xpu:7' cannot be used"),
+    "device number": ({"device": 1.5}, TypeError, "device must be a name such as .*, not float"),
+    "cache_bytes": ({"cache_bytes": 1e9}, TypeError, "cache_bytes must be int, not float"),
+    "cache_bytes bool": ({"cache_bytes": True}, TypeError, "cache_bytes must be int, not bool"),
+    "cache_bytes below 0": ({"cache_bytes": -1}, ValueError, "cache_bytes must not be negative"),
+    "allow_branches": ({"allow_branches": "no"}, TypeError, "allow_branches must be True or Fal"),
+    "keep_best": ({"keep_best": 1}, TypeError, r"keep_best must be True or False, not int \(1\)"),
+    "progress": ({"progress": 1}, TypeError, "progress must be True, False or None, not int"),
+    "weight_step": ({"weight_step": -1}, ValueError, "weight_step must be finite and not"),
+    "clip_headroom": ({"clip_headroom": "x"}, TypeError, "clip_headroom must be a real number"),
+    "schedule": ({"schedule": "cos"}, ValueError, "schedule must be 'cosine' or .*did you mean"),
+    "scheduler": ({"scheduler_factory": 3}, TypeError, "scheduler_factory must be a function"),
+    "misspelt cfg": ({"cfg": "group_sise: 2"}, ValueError, "'group_sise'; did you mean 'group_si"),
     "missing cfg": ({"cfg": "nowhere.json"}, FileNotFoundError, "nowhere.json"),
     "unknown group": ({"cfg": json_of([["c9"]])}, ValueError, "no module 'c9'"),
     "loss of many": ({"loss": lambda y, t: y - t}, RuntimeError, r"\[c1.*must return one number"),
@@ -143,6 +165,12 @@ def test_what_cannot_be_distilled(case: str, tmp_path: Path, monkeypatch: Any) -
     found = [model for model in models if isinstance(model, nn.Module)]
     assert all(same_state(model, state) for model, state in zip(found, states, strict=True))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["allow_branches", "linear_channel_wise"])
+def test_switches_of_the_preparation_are_true_or_false(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"{name} must be True or False, not str \('yes'\)"):
+        prepare_distill_amct(Chain(), **{name: "yes"})  # type: ignore[arg-type]
 
 
 def test_other_shapes_in_the_student_are_named() -> None:

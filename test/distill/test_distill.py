@@ -262,11 +262,11 @@ def test_every_optimizer_of_torch_can_be_rebuilt(kind: str) -> None:
 
 
 def test_the_default_optimizer_does_not_decay_clips() -> None:
-    from amct_fx.distill.optim import Trained, default_optimizer
+    from amct_fx.distill.optim import WEIGHT_STEP, Trained, default_optimizer
 
     student = calibrated(trained_norms(Chain()), ULQ, images(1))
     trained = Trained.of(student, student.parameters())
-    optimizer = default_optimizer(trained, 1e-3, 0.1)
+    optimizer = default_optimizer(trained, 1e-3, 0.1, weight_step=None)
     rates = {id(p): g for g in optimizer.param_groups for p in g["params"]}
     quantizer = student.c1.input_fake_quant
     clip, scale = rates[id(quantizer.clip_max)], rates[id(student.c1.weight_fake_quant.scale)]
@@ -280,6 +280,10 @@ def test_the_default_optimizer_does_not_decay_clips() -> None:
     rates = {id(p): g for g in relative.param_groups for p in g["params"]}
     span = (quantizer.clip_max - quantizer.clip_min).item()
     assert rates[id(quantizer.clip_max)]["lr"] == pytest.approx(min(0.1, 0.01 * span))
+    layers = [student.c1, student.c2, student.fc]
+    quantum = min(float(layer.weight_scale().mean()) for layer in layers)
+    assert rates[id(student.c1.weight)]["lr"] == pytest.approx(min(1e-3, WEIGHT_STEP * quantum))
+    assert rates[id(student.c1.weight)]["lr"] < 1e-3
 
 
 def test_factories_of_optimizer_and_scheduler() -> None:
