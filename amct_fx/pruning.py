@@ -23,7 +23,7 @@ from amct_fx.prune.parametrization import input_axis
 from amct_fx.prune.plan import PrunePlan
 from amct_fx.prune.planning import plan_channels
 from amct_fx.prune.record import PruneRecord, plan_from_record, set_m4n2_masks
-from amct_fx.prune.remove import kept_values, remove_channels
+from amct_fx.prune.remove import check_fit, kept_values, remove_channels
 from amct_fx.report.preparation import preparation_of, record_removal
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def plan_pruning(
     """
     if isinstance(given, PrunePlan):
         _check_plan(model, given)
+        check_fit(model, given, captured.regions)
         return given
     if given is not None:  # the ratio plays no part: the channels are known
         names = given.removed if isinstance(given, PruneRecord) else given
@@ -84,9 +85,14 @@ def plan_pruning(
         return None
     others = {name: text for name, text in (reasons or {}).items() if name not in settings}
     plan = plan_channels(model, captured.regions, settings, example_inputs, options, others)
+    if given is None:
+        return plan
     if isinstance(given, PruneRecord):
-        return plan_from_record(plan, given, dict(model.named_modules()))
-    return plan if given is None else plan.with_rows(given)
+        plan = plan_from_record(plan, given, dict(model.named_modules()))
+    else:
+        plan = plan.with_rows(given)
+    check_fit(model, plan, captured.regions)
+    return plan
 
 
 def kept_channels(plan: PrunePlan) -> dict[str, Tensor]:

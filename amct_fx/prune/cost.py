@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from amct_fx.prune.plan import PruneGroup, PrunePlan
 
-__all__ = ["CostModel", "Metric"]
+__all__ = ["CostModel", "Metric", "Taken"]
 
 Metric: TypeAlias = Literal["macs", "params", "bitops", "latency"]
 """What is to become smaller."""
+
+Taken: TypeAlias = Mapping[int, Sequence[int]]
+"""Units that go, by number of their group."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class CostModel:
         ...     balanced_l2_norm_filter_prune { prune_ratio: 0.5 } } }'''
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 2, 1))
         >>> cost = CostModel(prune_plan(model, cfg, ones(1, 3, 2, 2)))
-        >>> cost.total, cost.saving(0, 4)
+        >>> cost.total, cost.saving({0: [0, 1, 2, 3]})
         (160, 80)
     """
 
@@ -71,34 +74,58 @@ class CostModel:
         self._values = [self._value(term) for term in self._terms]
         self.total = self._rest + sum(self._values)
 
-    def saving(self, group: int, units: int) -> float:
-        """Return what the model gets cheaper when a group loses some more units now."""
-        self._take(group, units)
-        after = sum(self._value(self._terms[number]) for number in self._touched[group])
-        self._take(group, -units)
-        return sum(self._values[number] for number in self._touched[group]) - after
+    def saving(self, taken: Taken) -> float:
+        """Return what the model gets cheaper when groups lose some more units now.
 
-    def remove(self, group: int, units: int) -> None:
-        """Let a group lose some more units."""
-        self._take(group, units)
-        for number in self._touched[group]:
-            self._values[number] = self._value(self._terms[number])
+        Args:
+            taken: The units, by number of the group.
+        """
+        touched = sorted({number for group in taken for number in self._touched[group]})
+        self._take(taken, 1)
+        after = sum(self._value(self._terms[number]) for number in touched)
+        self._take(taken, -1)
+        return sum(self._values[number] for number in touched) - after
+
+    def remove(self, taken: Taken) -> None:
+        """Let groups lose some more units."""
+        self._apply(taken, 1)
+
+    def restore(self, taken: Taken) -> None:
+        """Give groups units back that they lost."""
+        self._apply(taken, -1)
+
+    def _apply(self, taken: Taken, sign: int) -> None:
+        self._take(taken, sign)
+        for group in taken:
+            for number in self._touched[group]:
+                self._values[number] = self._value(self._terms[number])
         self.total = self._rest + sum(self._values)
 
-    def _axes_of(self, group: PruneGroup) -> dict[tuple[str, int], int]:
-        """Return how much one unit takes off each axis of each tensor."""
-        axes: dict[tuple[str, int], int] = {}
+    def _axes_of(self, group: PruneGroup) -> dict[tuple[str, int], int | list[int]]:
+        """Return how much a unit takes off each axis of each tensor, a list where units differ.
+
+        The units of a layer whose result is split are columns of different layers.
+        """
+        axes: dict[tuple[str, int], list[int]] = {}
         for member in group.members:
             if member.role == "input":
                 continue
             key = member.key, member.axis
-            axes[key] = axes.get(key, 0) + len(member.positions[0])
+            lengths = list(map(len, member.positions))
+            axes[key] = list(map(sum, zip(axes.get(key, [0] * len(lengths)), lengths, strict=True)))
             self._lengths[key] = member.shape[member.axis] * member.groups
-        return axes
+        return {
+            key: lengths if any(n != lengths[0] for n in lengths) else lengths[0]
+            for key, lengths in axes.items()
+        }
 
-    def _take(self, group: int, units: int) -> None:
-        for key, length in self._axes[group].items():
-            self._gone[key] += units * length
+    def _take(self, taken: Taken, sign: int) -> None:
+        for group, units in taken.items():
+            for key, lengths in self._axes[group].items():
+                if isinstance(lengths, int):
+                    self._gone[key] += sign * len(units) * lengths
+                else:
+                    self._gone[key] += sign * sum(lengths[unit] for unit in units)
 
     def _value(self, term: _Term) -> float:
         sizes = list(term.shape)

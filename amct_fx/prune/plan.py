@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from amct_fx.errors import PruneError
+from amct_fx.prune.choices import as_mask, check_choice, unit_stays
+from amct_fx.prune.levels import Level, check_levels
 
 if TYPE_CHECKING:
     from amct_fx.graph.shapes import ShapeFacts
@@ -167,6 +169,7 @@ class PrunePlan:
         options: The options of the analysis.
         settings: The setting of each enabled layer, by name.
         inputs: Shape and dtype of the example inputs.
+        levels: Blocks that must keep equal counts although several groups make them.
         facts: Shapes of the values in the graphs, for the removal; not in the JSON.
     """
 
@@ -178,6 +181,7 @@ class PrunePlan:
     options: PruneOptions
     settings: Mapping[str, Any] = field(repr=False)
     inputs: tuple[tuple[tuple[int, ...], str], ...] = ()
+    levels: tuple[Level, ...] = ()
     facts: ShapeFacts | None = field(default=None, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrunePlan:
@@ -299,7 +303,7 @@ class PrunePlan:
         """
         found = self[group] if isinstance(group, str) else self.groups[group]
         chosen = tuple(sorted({int(index) for index in kept}))
-        _check_choice(found, chosen)
+        check_choice(found, chosen)
         groups = tuple(
             replace(other, kept=chosen) if other is found else other for other in self.groups
         )
@@ -316,10 +320,11 @@ class PrunePlan:
             PruneError: If the channels do not fit: a layer has none that may go, coupled layers
                 keep different ones, blocks would keep unequal counts.
         """
-        stays = {name: _as_mask(self, name, value) for name, value in rows.items()}
+        sizes = self.row_sizes()
+        stays = {name: as_mask(sizes, name, value) for name, value in rows.items()}
         plan = self
         for group in self.groups:
-            chosen = [unit for unit in range(group.channels) if _unit_stays(group, unit, stays)]
+            chosen = [unit for unit in range(group.channels) if unit_stays(group, unit, stays)]
             if any(name in stays for name in group.producers):
                 plan = plan.with_kept(group.id, chosen)
         kept = plan.kept_rows()
@@ -328,7 +333,20 @@ class PrunePlan:
             if not torch.equal(left, mask.nonzero().flatten()):
                 message = f"layer {name!r} has channels among those to cut that must stay"
                 raise PruneError(message)
+        plan.check()
         return plan
+
+    def check(self) -> None:
+        """Raise unless the groups keep counts that fit each other.
+
+        Prepare, removal and :meth:`with_rows` check it; :meth:`with_kept` cannot, as it changes one
+        group after the other.
+
+        Raises:
+            PruneError: Names the operation that needs equal counts, the groups, and their counts.
+        """
+        kept = {group.id: len(group.kept) for group in self.groups}
+        check_levels(self.levels, kept, {group.id: group.producers[0] for group in self.groups})
 
     def with_costs(self) -> PrunePlan:
         """Return the plan with costs that fit its choice."""
@@ -413,56 +431,6 @@ def _mask(masks: dict[str, Tensor], member: Member, cut: Sequence[int]) -> None:
         shape[0], shape[1] = member.shape[0], member.shape[1]
         mask = rows.repeat_interleave(member.shape[0] // member.groups, 0).reshape(shape)
     masks[member.key] = masks[member.key] & mask if member.key in masks else mask
-
-
-def _check_choice(group: PruneGroup, kept: tuple[int, ...]) -> None:
-    name = ", ".join(group.producers)
-    if not kept or kept[0] < 0 or kept[-1] >= group.channels:
-        message = f"group {name!r} has units 0 to {group.channels - 1}, of which at least one stays"
-        raise PruneError(message)
-    width = group.channels // group.balance
-    counts = [0] * group.balance
-    for index in kept:
-        counts[index // width] += 1
-    if len(set(counts)) > 1:
-        message = (
-            f"group {name!r} must keep equally many units in each of its {group.balance} blocks "
-            f"({group.balance_source}), not {counts}"
-        )
-        raise PruneError(message)
-
-
-def _as_mask(plan: PrunePlan, name: str, value: Tensor) -> Tensor:
-    sizes = plan.row_sizes()
-    if name not in sizes:
-        message = f"layer {name!r} has no output channels that may be cut"
-        raise PruneError(message)
-    if value.dtype in (torch.bool, torch.uint8):
-        mask = value.flatten().bool().cpu()
-    else:
-        mask = torch.zeros(sizes[name], dtype=torch.bool)
-        if value.numel() and not 0 <= int(value.min()) <= int(value.max()) < sizes[name]:
-            message = f"layer {name!r} has output channels 0 to {sizes[name] - 1}"
-            raise PruneError(message)
-        mask[value.flatten().cpu()] = True
-    if mask.numel() != sizes[name]:
-        message = f"layer {name!r} has {sizes[name]} output channels, the mask {mask.numel()}"
-        raise PruneError(message)
-    return mask
-
-
-def _unit_stays(group: PruneGroup, unit: int, stays: Mapping[str, Tensor]) -> bool:
-    """Say whether a unit stays; coupled producers must agree."""
-    answers = {
-        bool(stays[member.layer][position])
-        for member in group.members
-        if member.role == "row" and member.parameter == "weight" and member.layer in stays
-        for position in member.positions[unit]
-    }
-    if len(answers) > 1:
-        message = f"the layers {', '.join(group.producers)} share channels but keep different ones"
-        raise PruneError(message)
-    return answers == {True} if answers else unit in group.kept
 
 
 def _remaining_sizes(plan: PrunePlan) -> dict[tuple[str, int], tuple[int, int]]:

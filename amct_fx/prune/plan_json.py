@@ -8,6 +8,7 @@ from typing import Any
 
 from amct_fx.config import FilterPruneConfig, M4N2PruneConfig
 from amct_fx.errors import PruneError
+from amct_fx.prune.levels import Block, Level
 from amct_fx.prune.options import PruneOptions
 from amct_fx.prune.plan import LayerCost, Member, PinnedLayer, PruneGroup, PrunePlan
 
@@ -27,6 +28,7 @@ def plan_to_json(plan: PrunePlan, *, indent: int | None = None) -> str:
         "options": asdict(plan.options),
         "settings": {name: _setting_to_json(item) for name, item in plan.settings.items()},
         "inputs": plan.inputs,
+        "levels": [asdict(level) for level in plan.levels],
         "groups": groups,
         "pinned": [asdict(layer) for layer in plan.pinned],
         "costs": [asdict(cost) for cost in plan.costs],
@@ -83,6 +85,14 @@ def _group_from_json(content: dict[str, Any]) -> PruneGroup:
     return PruneGroup(**lists, members=members)
 
 
+def _level_from_json(content: dict[str, Any]) -> Level:
+    blocks = [
+        Block(block["fixed"], tuple(tuple(part) for part in block["parts"]))
+        for block in content["blocks"]
+    ]
+    return Level(content["node"], content["reason"], tuple(blocks))
+
+
 def _plan_from_json(content: dict[str, Any]) -> PrunePlan:
     settings = {
         name: FilterPruneConfig(**item) if "prune_ratio" in item else M4N2PruneConfig(**item)
@@ -98,4 +108,5 @@ def _plan_from_json(content: dict[str, Any]) -> PrunePlan:
         options=PruneOptions(**content["options"]),
         settings=settings,
         inputs=tuple((tuple(shape), dtype) for shape, dtype in content["inputs"]),
+        levels=tuple(map(_level_from_json, content.get("levels", []))),
     )

@@ -20,6 +20,7 @@ from amct_fx.prune.channels.analysis import analyze, settle_groups
 from amct_fx.prune.channels.units import places_of
 from amct_fx.prune.costs import layer_costs
 from amct_fx.prune.inputs import example_specs, guess_inputs
+from amct_fx.prune.levels import levels_of
 from amct_fx.prune.options import PruneKeywords, PruneOptions
 from amct_fx.prune.plan import Member, PinnedLayer, PruneGroup, PrunePlan
 
@@ -120,6 +121,7 @@ def build_plan(
         options=walk.options,
         settings=dict(walk.settings),
         inputs=inputs,
+        levels=levels_of(walk, groups),
         facts=walk.facts,
     )
     return plan.with_costs()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from amct_fx.prune.channels.walk import Walk
     from amct_fx.prune.plan import PrunePlan
 
-__all__ = ["KeptIndices", "kept_values", "remove_channels"]
+__all__ = ["KeptIndices", "check_fit", "kept_values", "remove_channels"]
 
 KeptIndices = dict[str, dict[int, Tensor]]
 """By name of the tensor and axis, the int64 indices that stayed, in their new order."""
@@ -85,6 +85,22 @@ def remove_channels(
         if install and (own or (kept and region.guard.form is not None)):
             install_graph(region.module, region.graph, region.guard)
     return kept
+
+
+def check_fit(model: nn.Module, plan: PrunePlan, traced: Sequence[Region]) -> None:
+    """Raise unless the channels that a plan cuts can be taken out of a model; nothing changes.
+
+    Args:
+        model: The full float model.
+        plan: A plan that was edited, read or searched.
+        traced: The traced parts.
+
+    Raises:
+        PruneError: The plan does not fit the model.
+    """
+    plan.check()
+    walk = _analysis(model, plan, traced)
+    _replayed(walk, _groups_as_planned(walk, plan))
 
 
 def kept_values(model: nn.Module, plan: PrunePlan) -> Iterator[tuple[nn.Module, Tensor, int]]:

@@ -5,8 +5,10 @@ Source: spec/pruning.md section 11.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amct_fx.checks import check_float_model
@@ -17,14 +19,15 @@ from amct_fx.config.files import write_text
 from amct_fx.config.messages import warn
 from amct_fx.copying import copy_model
 from amct_fx.discovery import PrepareOptions, discovered
-from amct_fx.errors import ConfigError, InputDataError, ModelError, PruneError
+from amct_fx.errors import ConfigError, InputDataError, ModelError, PruneError, did_you_mean
 from amct_fx.prune.cost import CostModel, Metric
 from amct_fx.prune.functional import remaining_channels
-from amct_fx.prune.greedy import GreedySearch, Step
+from amct_fx.prune.greedy import TOLERANCE, GreedySearch, Step
 from amct_fx.prune.latency import seconds_per_mac
 from amct_fx.prune.options import PruneKeywords, PruneOptions
 from amct_fx.prune.plan import PruneGroup, PrunePlan
 from amct_fx.prune.planning import plan_channels
+from amct_fx.prune.remove import check_fit
 from amct_fx.prune.sensitivity import Loss, TaylorLossSensitivity, samples_of
 
 if TYPE_CHECKING:
@@ -34,9 +37,10 @@ if TYPE_CHECKING:
     from torch import nn
     from typing_extensions import Unpack
 
+    from amct_fx.graph.capture import Region
+
 __all__ = ["ChannelSearch", "search_channel_pruning"]
 
-_TOLERANCE = 0.02
 _GLOBAL_RATIO = 0.3
 
 
@@ -100,7 +104,8 @@ def search_channel_pruning(
     """Find out which layer may lose how many channels, so that the model gets cheaper by a ratio.
 
     Channels go in steps, always those whose scores are lowest for the cost they save; the cost is
-    exact at every step. The search ends at the first step that reaches the ratio.
+    exact at every step. The search ends at the first step that reaches the ratio; where that one
+    would exceed it by more than 2 %, dearer steps that do not are taken, if there are such.
 
     Args:
         model: A float model; it is not changed.
@@ -135,15 +140,19 @@ def search_channel_pruning(
     """
     check_choices(metric=(metric, ("macs", "params", "bitops", "latency")))
     check_float_model(model)
+    _check_outputs(output_cfg=output_cfg, output_plan=output_plan)
     settings = load_auto_prune_config(config)
-    sensitivity = _named(sensitivity, "sensitivity", TaylorLossSensitivity, loss)
-    samples = samples_of(data)
+    sensitivity = _named(sensitivity, "sensitivity", "get_sensitivity")
+    sensitivity = TaylorLossSensitivity(loss) if isinstance(sensitivity, str) else sensitivity
+    search_alg = _named(search_alg, "search_alg", "channel_prune_search")
+    samples = samples_of(data, settings.test_iteration)
     if not samples:
         message = "data holds no samples"
         raise InputDataError(message)
-    own, searched, plan = _plan(model, settings, samples[0][0], PruneOptions.of(options))
+    own, regions, searched, plan = _plan(model, settings, samples[0][0], PruneOptions.of(options))
     sensitivity.setup_initialization((plan, own), samples, settings.test_iteration, None)
     scores = sensitivity.get_sensitivity(plan.groups)
+    _check_scores(plan, scores)
     pairs = zip(plan.groups, scores, strict=True)
     plan = replace(plan, groups=tuple(replace(g, scores=tuple(s)) for g, s in pairs))
     factors = _factors(metric, own, plan, samples[0][0], bits or {})
@@ -152,14 +161,15 @@ def search_channel_pruning(
     wanted = (settings.compress_ratio, settings.ascend_optimized, settings.max_prune_ratio)
     steps: tuple[Step, ...] = ()
     with _bar(progress) as report:
-        if search_alg == "GreedySearch":
-            greedy = GreedySearch(cost, lambda ratio: report("search", *_done(ratio, wanted[0])))
+        if isinstance(search_alg, str):
+            told = lambda ratio: report("search", *_done(ratio, wanted[0]))  # noqa: E731
+            greedy = GreedySearch(cost, told, plan.levels)
             kept: Any = greedy.channel_prune_search(plan.groups, scores, wanted)
             steps = tuple(greedy.steps)
         else:
-            chosen = _named(search_alg, "search_alg", None)
-            kept = chosen.channel_prune_search(own, plan.groups, wanted)
+            kept = search_alg.channel_prune_search(own, plan.groups, wanted)
     plan = _with_units(plan, kept)
+    check_fit(own, plan, regions)
     found = ChannelSearch(
         plan,
         _as_config(settings, plan, searched, global_block=global_block),
@@ -168,7 +178,7 @@ def search_channel_pruning(
         metric,
         steps,
     )
-    _warn_if_missed(found)
+    _warn_if_missed(found, settings)
     if output_cfg is not None:
         write_text(output_cfg, found.config.to_cfg())
     if output_plan is not None:
@@ -178,8 +188,11 @@ def search_channel_pruning(
 
 def _plan(
     model: nn.Module, config: AutoPruneConfig, inputs: Any, options: PruneOptions
-) -> tuple[nn.Module, list[str], PrunePlan]:
-    """Return our copy of the model, the layers that are searched, and a plan that cuts nothing."""
+) -> tuple[nn.Module, list[Region], list[str], PrunePlan]:
+    """Return our copy of the model, its traced parts, the layers that are searched, and a plan.
+
+    The plan cuts nothing.
+    """
     own = copy_model(model).eval()
     own.requires_grad_(True)
     with discovered(own, PrepareOptions(), inputs, prune_mode=options.mode) as found:
@@ -195,13 +208,14 @@ def _plan(
             message = "no layer is left to be searched: all are overridden or skipped"
             raise ConfigError(message, file=config.file)
         wanted = {name: ratio for name in searched}
-        plan = plan_channels(own, found.captured.regions, wanted, inputs, options)
+        regions = found.captured.regions
+        plan = plan_channels(own, regions, wanted, inputs, options)
     if not plan.groups:
         reasons = "; ".join(map(str, plan.pinned[:5]))
         message = f"the model has no channels that can be cut ({reasons})"
         raise ModelError(message)
     groups = tuple(replace(group, kept=tuple(range(group.channels))) for group in plan.groups)
-    return own, searched, replace(plan, groups=groups).with_costs()
+    return own, regions, searched, replace(plan, groups=groups).with_costs()
 
 
 def _with_units(plan: PrunePlan, kept: Any) -> PrunePlan:
@@ -213,14 +227,14 @@ def _with_units(plan: PrunePlan, kept: Any) -> PrunePlan:
         raise PruneError(message)
     for group, units in kept.items():
         plan = plan.with_kept(group, units)
+    plan.check()
     return plan
 
 
 def _cost_of(plan: PrunePlan, metric: Metric, factors: Mapping[str, float]) -> float:
     """Return the cost of a plan with its choice."""
     cost = CostModel(plan, metric, factors)
-    for group in plan.groups:
-        cost.remove(group.id, len(group.cut))
+    cost.remove({group.id: group.cut for group in plan.groups})
     return cost.total
 
 
@@ -236,6 +250,11 @@ def _factors(
         return seconds_per_mac(model, plan, inputs)
     if metric != "bitops":
         return {}
+    names = {cost.name for cost in plan.costs}
+    for name in bits:
+        if name not in names:
+            message = f"bits names {name!r}, which is no layer of the model that costs anything"
+            raise ConfigError(message + did_you_mean(name, names))
     products = {cost.name: bits.get(cost.name, (8, 8)) for cost in plan.costs}
     return {name: float(weight * activation) for name, (weight, activation) in products.items()}
 
@@ -278,15 +297,40 @@ def _ratio_of(group: PruneGroup, ascend_optimized: bool) -> float:
     raise PruneError(message)
 
 
-def _named(value: Any, what: str, known: Any, *arguments: Any) -> Any:
-    """Return an object, or what a name stands for."""
-    if not isinstance(value, str):
-        return value
-    name = known.__name__ if known is not None else "GreedySearch"
-    if value != name:
-        message = f"{what} must be {name!r} or an object, not {value!r}"
+def _named(value: Any, what: str, method: str) -> Any:
+    """Refuse what is neither the name that is known nor an object with the method."""
+    known = {"sensitivity": "TaylorLossSensitivity", "search_alg": "GreedySearch"}[what]
+    if value != known and (isinstance(value, str) or not callable(getattr(value, method, None))):
+        message = f"{what} must be {known!r} or an object with {method}, not {value!r}"
         raise ConfigError(message)
-    return known(*arguments)
+    return value
+
+
+def _check_outputs(**paths: str | os.PathLike[str] | None) -> None:
+    """Refuse folders and one file for both before the search takes its time."""
+    given = {name: Path(path) for name, path in paths.items() if path is not None}
+    for name, path in given.items():
+        if path.is_dir():
+            message = f"{name} must name a file, {str(path)!r} is a folder"
+            raise ConfigError(message)
+    if len(given) > len({path.resolve() for path in given.values()}):
+        message = f"{' and '.join(given)} are the same file"
+        raise ConfigError(message)
+
+
+def _check_scores(plan: PrunePlan, scores: Any) -> None:
+    """Raise unless there is one finite score for each unit of each group."""
+    counts = [len(group) for group in scores]
+    if counts != [group.channels for group in plan.groups]:
+        message = "get_sensitivity must return one score for each unit of each group"
+        raise PruneError(message)
+    for group, own in zip(plan.groups, scores, strict=True):
+        if not all(map(math.isfinite, own)):
+            message = (
+                f"the sensitivity of {', '.join(group.producers)} is not finite; look at the "
+                "weights and the samples"
+            )
+            raise PruneError(message)
 
 
 def _done(ratio: float, target: float) -> tuple[int, int]:
@@ -294,16 +338,18 @@ def _done(ratio: float, target: float) -> tuple[int, int]:
     return min(int(100 * (1 - 1 / ratio) / (1 - 1 / target)), 100), 100
 
 
-def _warn_if_missed(found: ChannelSearch) -> None:
+def _warn_if_missed(found: ChannelSearch, settings: AutoPruneConfig) -> None:
     """Say what is reachable, where the wanted ratio is not."""
+    hint = "; ascend_optimized: false allows other counts than multiples of 16 channels"
     if found.ratio < found.target * (1 - 1e-9):
-        warn(f"the largest ratio that can be reached is {found.ratio:.4g}, not {found.target:g}")
-    elif found.ratio > found.target * (1 + _TOLERANCE):
-        before = found.steps[-2].ratio if len(found.steps) > 1 else 1.0
-        warn(
-            f"the ratio {found.target:g} lies between two steps of the search: {before:.4g} and "
-            f"{found.ratio:.4g}; the latter is taken"
-        )
+        message = f"the largest ratio that can be reached is {found.ratio:.4g}"
+    elif found.ratio > found.target * (1 + TOLERANCE):
+        message = f"the ratio that can be reached is {found.ratio:.4g}"
+        before = [step.ratio for step in found.steps if step.ratio < found.ratio]
+        message += f", or {before[-1]:.4g} one step before" if before else ""
+    else:
+        return
+    warn(f"{message}, not {found.target:g}{hint * settings.ascend_optimized}")
 
 
 def _bar(progress: Any) -> AbstractContextManager[Any]:

@@ -7,6 +7,7 @@ Pruning", CVPR 2019.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,10 +60,21 @@ class TaylorLossSensitivity:
             raise InputDataError(message)
         self._model.eval().zero_grad(set_to_none=True)
         with torch.enable_grad():
-            for inputs, target in samples[:iterations]:
+            for number, (inputs, target) in enumerate(samples[:iterations]):
                 arguments = inputs if isinstance(inputs, tuple) else (inputs,)
                 output = self._model(*arguments)
-                (self._total(output, target) / iterations).backward()
+                try:
+                    loss = self._total(output, target)
+                except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+                    message = (
+                        f"the loss of sample {number} cannot be computed ({error}); pass loss=, a "
+                        "function of an output and a target"
+                    )
+                    raise InputDataError(message) from error
+                if not bool(loss.isfinite()):
+                    message = f"the loss of sample {number} is {loss.item()}; look at its values"
+                    raise InputDataError(message)
+                (loss / iterations).backward()
 
     def get_sensitivity(self, groups: Sequence[PruneGroup]) -> list[list[float]]:
         """Return one score for each unit of each group."""
@@ -90,15 +102,16 @@ class TaylorLossSensitivity:
         return [float(score) for score in scores]
 
 
-def samples_of(data: Any) -> Samples:
+def samples_of(data: Any, count: int | None = None) -> Samples:
     """Return single samples with a batch axis of 1, or the batches of an iterable as they are.
 
     Args:
         data: ``[inputs, targets]``, two tensors, or tuples of them, with the samples along axis 0;
             or an iterable of such pairs.
+        count: How many to take; ``None`` for all. A loader is not read further.
 
     Raises:
-        InputDataError: It is neither.
+        InputDataError: It is neither, or there are fewer targets than inputs.
 
     Example:
         >>> [x.shape for x, _ in samples_of([torch.zeros(3, 4), torch.zeros(3)])]
@@ -106,13 +119,16 @@ def samples_of(data: Any) -> Samples:
     """
     if isinstance(data, (list, tuple)) and len(data) == 2 and isinstance(data[1], Tensor):
         inputs, targets = data
-        count = len(inputs[0] if isinstance(inputs, tuple) else inputs)
-        return [(_sample(inputs, i), targets[i : i + 1]) for i in range(count)]
+        found = len(inputs[0] if isinstance(inputs, tuple) else inputs)
+        if found != len(targets):
+            message = f"data holds {found} inputs, but {len(targets)} targets"
+            raise InputDataError(message)
+        return [(_sample(inputs, i), targets[i : i + 1]) for i in range(found)][:count]
     message = "data must be [inputs, targets], or an iterable of such pairs"
     if isinstance(data, (Tensor, str)) or not isinstance(data, Iterable):
         raise InputDataError(message)
     samples = []
-    for item in data:
+    for item in islice(data, count):
         if not isinstance(item, (list, tuple)) or len(item) != 2:
             raise InputDataError(message)
         samples.append((item[0], item[1]))

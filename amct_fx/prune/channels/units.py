@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from amct_fx.prune.channels.atoms import Indices
     from amct_fx.prune.channels.walk import Walk
 
-__all__ = ["Group", "choose", "find_groups", "kept_atoms", "places_of"]
+__all__ = ["Group", "block_of", "choose", "find_groups", "kept_atoms", "places_of"]
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Group:
             the rows of one are in the order of joining.
         ratio: Share to remove: the least of the producers.
         ascend_optimized: Whether any producer asks for multiples of 16.
-        balance: Blocks that keep equal counts.
+        balance: _Blocks that keep equal counts.
         source: What asks for the blocks.
         scores: One for each unit.
         keep: How many units stay.
@@ -264,7 +264,7 @@ def _meet_balances(walk: Walk, groups: list[Group]) -> bool:
     """Raise the counts of groups until all blocks that must be equal are equal, if they can be."""
     group_of, _ = places_of(walk, groups)
     blocks = [
-        [_block(groups, group_of[walk.atoms.free(block)]) for block in balance.blocks]
+        [block_of(groups, group_of[walk.atoms.free(block)]) for block in balance.blocks]
         for balance in walk.balances
     ]
     pending = True
@@ -304,7 +304,7 @@ class _Block:
                 group.keep += group.balance
 
 
-def _block(groups: list[Group], numbers: Indices) -> _Block:
+def block_of(groups: Sequence[Group], numbers: Indices) -> _Block:
     """Count the channels of a block, given the group of each, by group as they first appear."""
     found, first, counts = np.unique(numbers, return_index=True, return_counts=True)
     parts = [(groups[found[i]], int(counts[i])) for i in np.argsort(first) if found[i] >= 0]
