@@ -12,7 +12,7 @@ from amct_fx.checkpoint import load_checkpoint, save_checkpoint
 from amct_fx.config import CompressionConfig, load_config
 from amct_fx.control import param_groups
 from amct_fx.convert import convert_amct
-from amct_fx.distill import distill, prepare_distill_amct
+from amct_fx.distillation import distill, prepare_distill_amct
 from amct_fx.errors import (
     AmctError,
     AmctFileNotFoundError,

@@ -20,7 +20,7 @@ from amct_fx.config import CompressionConfig, ModelFacts, Resolution, load_confi
 from amct_fx.config.distill import DistillConfig, load_distill_config, resolve_distill
 from amct_fx.config.rewrite import rewrite_config
 from amct_fx.config.show import format_rows, rows
-from amct_fx.distill import distill_facts, find_groups
+from amct_fx.distillation import distill_facts, find_groups
 from amct_fx.errors import AmctError
 from amct_fx.graph import capture
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import amct_fx
-from amct_fx.distill import history_of
+from amct_fx.distillation import history_of
 
 BATCH = 32
 WIDTHS = {

@@ -17,7 +17,7 @@ from example_tools import fit_classes, print_table, share_right
 from torch import nn
 
 import amct_fx
-from amct_fx.distill import distillation_of, history_of
+from amct_fx.distillation import distillation_of, history_of
 
 CONFIG = """
     batch_num: 2

@@ -8,7 +8,7 @@ Names, order of arguments and the classes of errors are AMCT's. The files that a
 for byte, those of AMCT; ``docs/configuration.md`` lists where a value in them differs on purpose.
 """
 
-from amct_fx.amct_pytorch.distill import (
+from amct_fx.amct_pytorch.distillation import (
     DistillSampleBase,
     create_distill_config,
     create_distill_model,

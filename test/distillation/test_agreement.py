@@ -9,7 +9,7 @@ import pytest
 import amct_fx
 from amct_fx import prepare_distill_amct
 from amct_fx.config.distill_json import load_distill
-from amct_fx.distill import history_of
+from amct_fx.distillation import history_of
 from amct_fx.errors import ConfigError
 
 from .models import Chain, images, same_state, state_of, trained_norms

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from amct_fx.distill.cuts import extract, own_nodes
+from amct_fx.distillation.cuts import extract, own_nodes
 from amct_fx.graph import fx_graph_of
 from amct_fx.graph.attributes import resolved, unchanged
 from amct_fx.graph.region import guard_of
@@ -22,7 +22,7 @@ from amct_fx.graph.region import guard_of
 if TYPE_CHECKING:
     from torch import fx
 
-    from amct_fx.distill.cuts import Cut
+    from amct_fx.distillation.cuts import Cut
     from amct_fx.graph import GraphForward
 
 __all__ = ["Frontier", "FrontierModel"]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import amct_fx
-from amct_fx.distill.cache import ActivationCache, Folder, byte_size
-from amct_fx.distill.taps import GroupValues
+from amct_fx.distillation.cache import ActivationCache, Folder, byte_size
+from amct_fx.distillation.taps import GroupValues
 from amct_fx.errors import DistillError
 
 from .models import Chain, Residual, images, same_state, state_of, trained_norms

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map_only
 
-from amct_fx.distill.cuts import is_quantizer
+from amct_fx.distillation.cuts import is_quantizer
 from amct_fx.graph import install_graph
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from amct_fx.distill.cuts import Cut
+    from amct_fx.distillation.cuts import Cut
     from amct_fx.graph.runtime_guard import Guard
 
 __all__ = ["GroupValues", "TappedModel"]

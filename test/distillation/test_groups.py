@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from amct_fx.backend_config import is_layer
 from amct_fx.config.distill import DistillGroup, load_distill_config
-from amct_fx.distill import Group, distill_facts, find_groups, groups_of_names
+from amct_fx.distillation import Group, distill_facts, find_groups, groups_of_names
 from amct_fx.errors import ConfigError, ModelError
 from amct_fx.graph import capture
 from test.golden import networks

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from amct_fx.distill.sync import ranks
+from amct_fx.distillation.sync import ranks
 from amct_fx.observers import ULQFakeQuantize
 
 __all__ = ["Headroom"]

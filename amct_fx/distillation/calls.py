@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from amct_fx.config.schema import NOWHERE, Source
-from amct_fx.distill.spans import only_consumer, shape_readers
+from amct_fx.distillation.spans import only_consumer, shape_readers
 from amct_fx.errors import did_you_mean
 from amct_fx.graph import layer_calls, module_of
 

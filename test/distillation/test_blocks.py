@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 import amct_fx
 from amct_fx.copying import shadow_model
-from amct_fx.distill import choose_inputs, distillation_of
-from amct_fx.distill.cuts import Block, float_graph
-from amct_fx.distill.frontier import Frontier, FrontierModel
-from amct_fx.distill.lessons import Teacher
-from amct_fx.distill.taps import TappedModel
+from amct_fx.distillation import choose_inputs, distillation_of
+from amct_fx.distillation.cuts import Block, float_graph
+from amct_fx.distillation.frontier import Frontier, FrontierModel
+from amct_fx.distillation.lessons import Teacher
+from amct_fx.distillation.taps import TappedModel
 from amct_fx.graph import fx_graph_of, regions
 from amct_fx.graph.runtime_guard import OPEN
 from test.networks import NetWithIsland

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import amct_fx
-from amct_fx.distill import history_of
+from amct_fx.distillation import history_of
 from test.golden import networks
 
 FOLDER = Path(__file__).parents[1] / "golden" / "i_distill"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import amct_fx
-from amct_fx.distill import history_of
+from amct_fx.distillation import history_of
 from amct_fx.errors import CheckpointError
 
 from .models import Chain, images, same_state, state_of, trained_norms

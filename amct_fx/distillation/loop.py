@@ -20,21 +20,21 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_map
 
 from amct_fx.config.messages import warn
-from amct_fx.distill.headroom import Headroom
-from amct_fx.distill.history import GroupHistory
-from amct_fx.distill.optim import Trained, default_optimizer, rebuilt_optimizer
-from amct_fx.distill.snapshot import TensorSnapshot
-from amct_fx.distill.sync import average_gradients, average_tensors, mean_of_ranks, ranks
+from amct_fx.distillation.headroom import Headroom
+from amct_fx.distillation.history import GroupHistory
+from amct_fx.distillation.optim import Trained, default_optimizer, rebuilt_optimizer
+from amct_fx.distillation.snapshot import TensorSnapshot
+from amct_fx.distillation.sync import average_gradients, average_tensors, mean_of_ranks, ranks
 from amct_fx.errors import AmctError, DistillError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from amct_fx.distill.cuts import Block
-    from amct_fx.distill.options import DistillOptions
-    from amct_fx.distill.progress import ProgressBar
-    from amct_fx.distill.taps import GroupValues
+    from amct_fx.distillation.cuts import Block
+    from amct_fx.distillation.options import DistillOptions
+    from amct_fx.distillation.progress import ProgressBar
+    from amct_fx.distillation.taps import GroupValues
 
 __all__ = ["GroupTrainer", "Pair", "choose_inputs"]
 

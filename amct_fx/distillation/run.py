@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from amct_fx.copying import shadow_model
-from amct_fx.distill.cache import ActivationCache, Folder, free_memory
-from amct_fx.distill.calibrate import calibrate, calibration_batches
-from amct_fx.distill.cuts import Block
-from amct_fx.distill.exam import Exam, tensors_of, undo_harmful_groups
-from amct_fx.distill.lessons import (
+from amct_fx.distillation.cache import ActivationCache, Folder, free_memory
+from amct_fx.distillation.calibrate import calibrate, calibration_batches
+from amct_fx.distillation.cuts import Block
+from amct_fx.distillation.exam import Exam, tensors_of, undo_harmful_groups
+from amct_fx.distillation.lessons import (
     CachedLessons,
     Lessons,
     LiveLessons,
@@ -27,16 +27,16 @@ from amct_fx.distill.lessons import (
     Teacher,
     collect,
 )
-from amct_fx.distill.loop import GroupTrainer
-from amct_fx.distill.models import student_model, teacher_model
-from amct_fx.distill.optim import WEIGHT_STEP
-from amct_fx.distill.options import DistillOptions, check_flag, chosen_device
-from amct_fx.distill.plan import check_same_model, cuts_of_config, record_distillation
-from amct_fx.distill.progress import ProgressBar
-from amct_fx.distill.resume import Checkpoint
-from amct_fx.distill.samples import Samples
-from amct_fx.distill.snapshot import ModelSnapshot, TensorSnapshot
-from amct_fx.distill.sync import check_equal_counts
+from amct_fx.distillation.loop import GroupTrainer
+from amct_fx.distillation.models import student_model, teacher_model
+from amct_fx.distillation.optim import WEIGHT_STEP
+from amct_fx.distillation.options import DistillOptions, check_flag, chosen_device
+from amct_fx.distillation.plan import check_same_model, cuts_of_config, record_distillation
+from amct_fx.distillation.progress import ProgressBar
+from amct_fx.distillation.resume import Checkpoint
+from amct_fx.distillation.samples import Samples
+from amct_fx.distillation.snapshot import ModelSnapshot, TensorSnapshot
+from amct_fx.distillation.sync import check_equal_counts
 
 if TYPE_CHECKING:
     import os
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 
     from amct_fx.config.distill import DistillConfig
     from amct_fx.config.distill_json import DistillPlan
-    from amct_fx.distill.history import History
-    from amct_fx.distill.optim import OptimizerFactory
-    from amct_fx.distill.options import BnMode, CacheKind, Loss, Schedule, SchedulerFactory
-    from amct_fx.distill.plan import Distillation
-    from amct_fx.distill.samples import SampleFn
+    from amct_fx.distillation.history import History
+    from amct_fx.distillation.optim import OptimizerFactory
+    from amct_fx.distillation.options import BnMode, CacheKind, Loss, Schedule, SchedulerFactory
+    from amct_fx.distillation.plan import Distillation
+    from amct_fx.distillation.samples import SampleFn
 
 __all__ = ["distill"]
 
@@ -85,8 +85,8 @@ def distill(
 
     The student is calibrated first, unless its ranges are known. Then one group after the other is
     trained on what enters it in the student as it is now (or in the teacher, where the student is
-    far off) against what leaves it in the teacher. :func:`amct_fx.distill.history_of` tells the
-    losses. After an error, or Ctrl-C, teacher and student are as before and no file is left.
+    far off) against what leaves it in the teacher. :func:`amct_fx.distillation.history_of` tells
+    the losses. After an error, or Ctrl-C, teacher and student are as before and no file is left.
 
     Args:
         teacher: The float model; not touched. It computes in eval mode.
@@ -146,7 +146,7 @@ def distill(
 
     Example:
         >>> import amct_fx
-        >>> from amct_fx.distill import history_of
+        >>> from amct_fx.distillation import history_of
         >>> teacher = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).eval()
         >>> student = amct_fx.prepare_distill_amct(teacher)
         >>> batches = [torch.randn(8, 1, 8, 8) for _ in range(4)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from amct_fx.config.distill_json import DistillPlan
 from amct_fx.config.schema import Source
-from amct_fx.distill.calibrate import calibration_batches
+from amct_fx.distillation.calibrate import calibration_batches
 from amct_fx.nn.geometry import constructor_arguments
 from amct_fx.nn.qat_layer import QATLayer
 from amct_fx.observers import ULQWeightFakeQuantize

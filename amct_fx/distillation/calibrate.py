@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amct_fx.distill.samples import naming_batch
+from amct_fx.distillation.samples import naming_batch
 from amct_fx.distributed import RangeMerger, merge_ranges_across_ranks
 from amct_fx.observers._base import AmctFakeQuantize
 

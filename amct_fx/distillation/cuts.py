@@ -18,7 +18,7 @@ from amct_fx.graph import GraphForward, fx_graph_of, module_of, regions
 from amct_fx.graph.serialize import graph_from_record, graph_to_record
 
 if TYPE_CHECKING:
-    from amct_fx.distill.groups import Group
+    from amct_fx.distillation.groups import Group
 
 __all__ = [
     "Block",

@@ -16,11 +16,11 @@ from torch.ao.quantization import FakeQuantizeBase
 from amct_fx.config.distill import resolve_distill
 from amct_fx.config.distill_json import DistillPlan, load_distill
 from amct_fx.config.schema import Source
-from amct_fx.distill.agreement import check_same_settings
-from amct_fx.distill.cuts import Cut, cut_of, float_graph
-from amct_fx.distill.facts import distill_facts
-from amct_fx.distill.groups import Group, find_groups, groups_of_names
-from amct_fx.distill.history import History
+from amct_fx.distillation.agreement import check_same_settings
+from amct_fx.distillation.cuts import Cut, cut_of, float_graph
+from amct_fx.distillation.facts import distill_facts
+from amct_fx.distillation.groups import Group, find_groups, groups_of_names
+from amct_fx.distillation.history import History
 from amct_fx.errors import ModelStateError
 from amct_fx.graph import Capture, Region, regions
 from amct_fx.nn.qat import QATLayer

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import amct_fx
-from amct_fx.distill import history_of
+from amct_fx.distillation import history_of
 from amct_fx.errors import ModelStateError
 
 INT8 = "retrain_data_quant_config { ulq_quantize { } }"

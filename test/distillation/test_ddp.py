@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import amct_fx
-from amct_fx.distill import history_of
-from amct_fx.distill.sync import average_tensors
+from amct_fx.distillation import history_of
+from amct_fx.distillation.sync import average_tensors
 
 from .models import Chain, images, trained_norms
 from .test_distill import CLIPS

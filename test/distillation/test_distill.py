@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import amct_fx
-from amct_fx.distill import distillation_of, history_of
+from amct_fx.distillation import distillation_of, history_of
 from amct_fx.nn.qat import QATLayer
 from amct_fx.observers import ULQWeightFakeQuantize
 from test.networks import NetWithIsland
@@ -262,7 +262,7 @@ def test_every_optimizer_of_torch_can_be_rebuilt(kind: str) -> None:
 
 
 def test_the_default_optimizer_does_not_decay_clips() -> None:
-    from amct_fx.distill.optim import WEIGHT_STEP, Trained, default_optimizer
+    from amct_fx.distillation.optim import WEIGHT_STEP, Trained, default_optimizer
 
     student = calibrated(trained_norms(Chain()), ULQ, images(1))
     trained = Trained.of(student, student.parameters())

@@ -18,8 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from amct_fx.config.messages import listing
 from amct_fx.config.schema import NOWHERE, Source
-from amct_fx.distill.calls import Call, Calls
-from amct_fx.distill.spans import between, is_crossed, paths_between
+from amct_fx.distillation.calls import Call, Calls
+from amct_fx.distillation.spans import between, is_crossed, paths_between
 from amct_fx.errors import ModelError
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def find_groups(
 
     Example:
         >>> from amct_fx.backend_config import is_layer
-        >>> from amct_fx.distill import distill_facts
+        >>> from amct_fx.distillation import distill_facts
         >>> from amct_fx.graph import capture
         >>> model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1))
         >>> captured = capture(model, is_layer)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from amct_fx.distill.taps import GroupValues
+from amct_fx.distillation.taps import GroupValues
 from amct_fx.errors import DistillError
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class ActivationCache:
 
         Args:
             arguments: Inputs of the model.
-            groups: What :meth:`amct_fx.distill.taps.TappedModel.values_of_all` gave.
+            groups: What :meth:`amct_fx.distillation.taps.TappedModel.values_of_all` gave.
             epoch: Counts from 0.
             step: Counts from 0 in each epoch.
         """

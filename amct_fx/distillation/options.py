@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from amct_fx.choices import check_choices
-from amct_fx.distill.optim import WEIGHT_STEP
+from amct_fx.distillation.optim import WEIGHT_STEP
 from amct_fx.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
-    from amct_fx.distill.optim import OptimizerFactory
+    from amct_fx.distillation.optim import OptimizerFactory
 
 __all__ = [
     "BnMode",

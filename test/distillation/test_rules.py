@@ -16,7 +16,7 @@ from amct_fx.config import LayerFacts, Resolution, resolve
 from amct_fx.config.distill import load_distill_config, parse_distill_cfg, resolve_distill
 from amct_fx.config.distill_json import DistillPlan, load_distill_json, parse_distill_json
 from amct_fx.config.rules import DISTILL
-from amct_fx.distill import distill_facts, groups_of_names
+from amct_fx.distillation import distill_facts, groups_of_names
 from amct_fx.errors import AmctWarning, ConfigError, ConfigFileNotFoundError, ModelError
 from amct_fx.graph import capture
 from test.config.golden_facts import other

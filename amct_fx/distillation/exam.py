@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from amct_fx.distill.cuts import Block
-from amct_fx.distill.snapshot import TensorSnapshot
-from amct_fx.distill.sync import mean_of_ranks
+from amct_fx.distillation.cuts import Block
+from amct_fx.distillation.snapshot import TensorSnapshot
+from amct_fx.distillation.sync import mean_of_ranks
 
 if TYPE_CHECKING:
-    from amct_fx.distill.cache import Batch
-    from amct_fx.distill.cuts import Cut
-    from amct_fx.distill.history import History
+    from amct_fx.distillation.cache import Batch
+    from amct_fx.distillation.cuts import Cut
+    from amct_fx.distillation.history import History
 
 __all__ = ["Exam", "tensors_of", "undo_harmful_groups"]
 

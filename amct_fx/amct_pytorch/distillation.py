@@ -30,8 +30,8 @@ from amct_fx.config.distill_json import (
     save_distill_json,
 )
 from amct_fx.convert import convert_amct
-from amct_fx.distill import distill as _distill
-from amct_fx.distill import distill_facts, find_groups, prepare_distill_amct
+from amct_fx.distillation import distill as _distill
+from amct_fx.distillation import distill_facts, find_groups, prepare_distill_amct
 from amct_fx.errors import ArgumentError, ArgumentTypeError, ConfigError, InputDataError
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from amct_fx.distill.optim import OptimizerFactory
-    from amct_fx.distill.options import BnMode, CacheKind, Loss
-    from amct_fx.distill.samples import SampleFn
+    from amct_fx.distillation.optim import OptimizerFactory
+    from amct_fx.distillation.options import BnMode, CacheKind, Loss
+    from amct_fx.distillation.samples import SampleFn
 
 __all__ = [
     "DistillSampleBase",

@@ -11,9 +11,9 @@ from amct_fx.config.distill import resolve_distill
 from amct_fx.config.distill_json import load_distill
 from amct_fx.config.schema import CompressionConfig, LayerOverride
 from amct_fx.copying import copy_model
-from amct_fx.distill.facts import distill_facts
-from amct_fx.distill.options import check_flag
-from amct_fx.distill.plan import distillation, meet, record_distillation
+from amct_fx.distillation.facts import distill_facts
+from amct_fx.distillation.options import check_flag
+from amct_fx.distillation.plan import distillation, meet, record_distillation
 from amct_fx.errors import ModelStateError
 from amct_fx.graph import capture
 from amct_fx.prepare import prepare_qat_amct
@@ -46,8 +46,8 @@ def prepare_distill_amct(
     """Return a copy of ``model`` with quantizers, the student of a blockwise distillation.
 
     ``Conv2d`` and ``Linear`` are quantized. The groups that are trained together are found in the
-    graph or taken from the configuration; ``print(amct_fx.distill.distillation_of(student))`` lists
-    them. :func:`amct_fx.distill` calibrates and trains the student.
+    graph or taken from the configuration; :func:`amct_fx.distillation.distillation_of` lists them.
+    :func:`amct_fx.distill` calibrates and trains the student.
 
     Args:
         model: The float model in any mode, which is the teacher later; it is not changed.

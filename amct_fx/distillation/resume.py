@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from amct_fx.config.files import replacing
-from amct_fx.distill.history import History
-from amct_fx.distill.sync import ranks
+from amct_fx.distillation.history import History
+from amct_fx.distillation.sync import ranks
 from amct_fx.errors import CheckpointError
 
 if TYPE_CHECKING:
     import os
 
-    from amct_fx.distill.cuts import Cut
+    from amct_fx.distillation.cuts import Cut
 
 __all__ = ["Checkpoint", "Progress"]
 

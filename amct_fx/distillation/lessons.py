@@ -19,20 +19,20 @@ from torch.utils._pytree import tree_map_only
 
 from amct_fx.config.messages import warn
 from amct_fx.copying import shadow_model
-from amct_fx.distill.cache import byte_size
-from amct_fx.distill.cuts import float_graph, region_of
-from amct_fx.distill.frontier import Frontier, FrontierModel
-from amct_fx.distill.loop import Pair
-from amct_fx.distill.samples import naming_batch
-from amct_fx.distill.taps import TappedModel
+from amct_fx.distillation.cache import byte_size
+from amct_fx.distillation.cuts import float_graph, region_of
+from amct_fx.distillation.frontier import Frontier, FrontierModel
+from amct_fx.distillation.loop import Pair
+from amct_fx.distillation.samples import naming_batch
+from amct_fx.distillation.taps import TappedModel
 from amct_fx.graph import GraphForward, fx_graph_of
 from amct_fx.graph.region import guard_of
 
 if TYPE_CHECKING:
-    from amct_fx.distill.cache import ActivationCache, Batch
-    from amct_fx.distill.cuts import Cut
-    from amct_fx.distill.samples import Samples
-    from amct_fx.distill.taps import GroupValues
+    from amct_fx.distillation.cache import ActivationCache, Batch
+    from amct_fx.distillation.cuts import Cut
+    from amct_fx.distillation.samples import Samples
+    from amct_fx.distillation.taps import GroupValues
 
 __all__ = ["CachedLessons", "Lessons", "LiveLessons", "StudentInputs", "Teacher", "collect"]
 
