@@ -10,6 +10,7 @@ values and what is counted is made by that layer alone.
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -134,9 +135,9 @@ def compare_file(
         expected = tensors_of(converted(*args, **kwargs))
     cut = onnx.load(path)
     outputs = [item.name for item in cut.graph.output]
-    calls = [_call_of(node) for node in cut.graph.node if node.op_type == "QuantizeLinear"]
+    modules = [_module_of(node) for node in cut.graph.node if node.op_type == "QuantizeLinear"]
     names = _cut_behind_quantizers(cut)
-    made = calls_in_file(made, calls, converted)
+    made = calls_in_file(made, modules, converted)
     codes = {_INPUT + name: item for name, (_, item) in zip(names, made, strict=True)}
     results = run_file(cut.SerializeToString(), {**values, **codes}, [*names, *outputs])
     found = Layerwise()
@@ -161,7 +162,7 @@ def run_file(
 
 
 def calls_in_file(
-    made: list[tuple[str, Tensor]], calls: list[tuple[str, int] | None], converted: nn.Module
+    made: list[tuple[str, Tensor]], names: list[str | None], converted: nn.Module
 ) -> list[tuple[str, Tensor]]:
     """Return the calls of quantizers that a file holds, in the order of its quantizers.
 
@@ -170,51 +171,41 @@ def calls_in_file(
 
     Args:
         made: Name of the quantizer and codes of every call in torch, in order.
-        calls: For every quantizer of the file the name and the number of its call, where the
-            exporter wrote them down.
+        names: For every quantizer of the file the name of its module, where the exporter wrote it.
         converted: The model in torch.
 
     Raises:
-        ValueError: If a quantizer of the file is not the call it says it is, or a call is
-            missing that no other call with equal codes stands for.
+        ValueError: If the file holds other calls, or lacks one whose codes no earlier call of an
+            equal quantizer made.
     """
-    if len(calls) == len(made):
-        numbers = list(range(len(made)))
-    else:
-        numbers = [number for _, number in filter(None, calls)]
-    kept = [made[number] for number in numbers]
-    wrong = [call for call, (name, _) in zip(calls, kept, strict=False) if call and call[0] != name]
-    if len(kept) != len(calls) or wrong:
-        message = f"{len(calls)} quantizers in the file, {len(made)} in torch; unknown: {wrong}"
-        raise ValueError(message)
+    total = Counter(name for name, _ in made)
+    held = Counter(names)
+    kept: list[tuple[str, Tensor]] = []
     for number, (name, codes) in enumerate(made):
-        if number not in numbers and not _stands_for(kept, name, codes, converted):
-            message = f"call {number}, of {name}, is not in the file"
-            raise ValueError(message)
+        all_held = None in held or held[name] == total[name]
+        if all_held or not _is_repetition(made[:number], name, codes, converted):
+            kept.append((name, codes))
+    if [None if None in held else name for name, _ in kept] != names:
+        message = f"{len(names)} quantizers in the file, {len(made)} calls in torch: {names}"
+        raise ValueError(message)
     return kept
 
 
-def _stands_for(
-    kept: list[tuple[str, Tensor]], name: str, codes: Tensor, converted: nn.Module
+def _is_repetition(
+    earlier: list[tuple[str, Tensor]], name: str, codes: Tensor, converted: nn.Module
 ) -> bool:
-    """Say whether an equal quantizer made the same codes."""
+    """Say whether an equal quantizer made the same codes before."""
     qparams = converted.get_submodule(name).qparams[2:]
     return any(
         converted.get_submodule(other).qparams[2:] == qparams and torch.equal(seen, codes)
-        for other, seen in kept
+        for other, seen in earlier
     )
 
 
-def _call_of(node: onnx.NodeProto) -> tuple[str, int] | None:
-    """Return what ``torch.export`` wrote of a quantizer: its module, and the number of its call.
-
-    The number is that of the node in the exported graph, ``quantize_per_tensor_8``.
-    """
+def _module_of(node: onnx.NodeProto) -> str | None:
+    """Return the name of the module that made a node, where ``torch.export`` wrote it down."""
     scopes = next((p.value for p in node.metadata_props if p.key == _SCOPES), None)
-    if scopes is None:
-        return None
-    *_, module, operator = ast.literal_eval(scopes)
-    return module, int(operator.removeprefix("quantize_per_tensor").lstrip("_") or 0)
+    return None if scopes is None else ast.literal_eval(scopes)[-2]
 
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
