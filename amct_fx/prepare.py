@@ -23,6 +23,7 @@ from amct_fx.discovery import PrepareOptions, discovered
 from amct_fx.distributed import RangeMerger, RangeMergeRule
 from amct_fx.insertion import check_tied_weights, insert_quantizers
 from amct_fx.nn.fused import disable_fused_paths
+from amct_fx.nn.parametrized import still_parametrizations
 from amct_fx.outputs import Outputs, quantize_outputs
 from amct_fx.prune.options import PruneOptions
 from amct_fx.prune.remove import remove_channels
@@ -140,7 +141,10 @@ def prepare_qat_amct(
         config = load_config(cfg, dialect=dialect, name_map=name_map)
     prepared = model if inplace else copy_model(model)
     mode = prune_options.mode
-    with discovered(prepared, options, example_inputs, strict=strict, prune_mode=mode) as found:
+    with (
+        discovered(prepared, options, example_inputs, strict=strict, prune_mode=mode) as found,
+        still_parametrizations(prepared),
+    ):
         if config is not None:
             resolution = resolve(
                 config, found.facts, linear_channel_wise=linear_channel_wise, dialect=dialect
@@ -156,14 +160,15 @@ def prepare_qat_amct(
         )
 
     warn_of_reused_layers(found.facts)
-    if chosen is not None and prune_options.apply == "prepare":
-        remove_channels(prepared, chosen, found.captured.regions, install=False)
     quantize = outputs == "quantize"
     rule: FixedMinRule = "nonnegative" if quantize else fixed_min_rule
-    insert_quantizers(prepared, found.captured, qconfigs, rule)
-    if quantize:
-        quantize_outputs(found.captured)
-    attach_pruning(prepared, settings, chosen, prune_options, plan)
+    with still_parametrizations(prepared):
+        if chosen is not None and prune_options.apply == "prepare":
+            remove_channels(prepared, chosen, found.captured.regions, install=False)
+        insert_quantizers(prepared, found.captured, qconfigs, rule)
+        if quantize:
+            quantize_outputs(found.captured)
+        attach_pruning(prepared, settings, chosen, prune_options, plan)
     disable_fused_paths(prepared)
     RangeMerger(calibration_forwards(qconfigs.values()), range_merge).attach(prepared)
     recipe = Recipe(config, asdict(options) | asdict(prune_options))

@@ -8,7 +8,8 @@ plain name. ``parametrize.is_parametrized`` and ``remove_parametrizations`` work
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.nn.utils import parametrize
@@ -16,7 +17,7 @@ from torch.nn.utils import parametrize
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["parametrized_class", "parametrized_names", "register"]
+__all__ = ["parametrized_class", "parametrized_names", "register", "still_parametrizations"]
 
 
 def register(module: nn.Module, name: str, parametrization: nn.Module) -> None:
@@ -50,6 +51,41 @@ def parametrized_names(module: nn.Module) -> tuple[str, ...]:
     parametrizations = getattr(module, "parametrizations", None)
     # the compiler of PyTorch 2.6 iterates over keys, not over a ModuleDict
     return () if parametrizations is None else tuple(parametrizations.keys())
+
+
+@contextmanager
+def still_parametrizations(model: nn.Module) -> Iterator[None]:
+    """Let reading a parameter change nothing in the block.
+
+    A parametrization may move its state whenever its parameter is read in train mode, as the power
+    iteration of ``spectral_norm`` does; looking at a weight is no step of the training. Here those
+    of ``model`` are in eval mode.
+
+    Args:
+        model: Any module, in any mode.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> layer = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        >>> with still_parametrizations(layer):
+        ...     torch.equal(layer.weight, layer.weight)
+        True
+    """
+    moving = [
+        part
+        for module in model.modules()
+        if parametrize.is_parametrized(module)
+        for part in cast("nn.ModuleDict", module.parametrizations).modules()
+        if part.training
+    ]
+    for part in moving:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in moving:
+            part.training = True
 
 
 def parametrized_class(base: type[nn.Module], names: Iterable[str]) -> type[nn.Module]:

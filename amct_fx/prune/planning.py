@@ -16,6 +16,7 @@ from amct_fx.config import CompressionConfig, FilterPruneConfig, load_config, re
 from amct_fx.config.schema import Source
 from amct_fx.discovery import PrepareOptions, discovered
 from amct_fx.graph.shapes import propagate_shapes
+from amct_fx.nn.parametrized import still_parametrizations
 from amct_fx.prune.channels.analysis import analyze, settle_groups
 from amct_fx.prune.channels.units import places_of
 from amct_fx.prune.costs import layer_costs
@@ -265,7 +266,10 @@ def prune_plan(
     if not config.has_prune_message:
         message = "the configuration does not prune: it has no prune_config"
         raise Source(config.file).error(message)
-    with discovered(model, PrepareOptions(), example_inputs, prune_mode=chosen.mode) as found:
+    with (
+        discovered(model, PrepareOptions(), example_inputs, prune_mode=chosen.mode) as found,
+        still_parametrizations(model),
+    ):
         resolution = resolve(config, found.facts)
         regions, settings = found.captured.regions, resolution.prune_settings
         reasons = resolution.prune_reasons

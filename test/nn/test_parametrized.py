@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from amct_fx import convert_amct, prepare_qat_amct, summarize
+from amct_fx import convert_amct, prepare_qat_amct, prune_plan, summarize
 from amct_fx.nn import qat, quantized
 
 from ..networks import example
@@ -87,3 +88,20 @@ def test_copies_of_a_prepared_parametrized_model_work():
     clone = copy.deepcopy(prepared)
     assert torch.equal(clone(x), expected)
     assert isinstance(clone[0], qat.Linear)
+
+
+PRUNE = """prune_config { filter_pruner {
+    balanced_l2_norm_filter_prune { prune_ratio: 0.5 ascend_optimized: false } } }"""
+
+
+@pytest.mark.parametrize("verb", [prepare_qat_amct, partial(prune_plan, cfg=PRUNE)])
+def test_a_look_at_a_weight_is_no_power_iteration(verb):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 4, 3))
+    for layer in model:
+        torch.nn.utils.parametrizations.spectral_norm(layer)
+    before = copy.deepcopy(dict(model.named_buffers()))
+    found = verb(model)
+    seen = found if isinstance(found, nn.Module) else model
+    after = dict(seen.named_buffers())
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert all(part.training for part in seen.modules())
