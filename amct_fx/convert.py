@@ -31,11 +31,13 @@ from amct_fx.graph import (
     module_of,
     regions,
 )
+from amct_fx.grouping import RangeGroups
 from amct_fx.nn.matmul import convert_matmuls
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import Quantize
 from amct_fx.pruning import remove_pruned
 from amct_fx.report.preparation import record_conversion
+from amct_fx.root_hooks import remove_hooks
 from amct_fx.unused import leave_unused_layers_float
 
 __all__ = ["convert_amct"]
@@ -79,6 +81,7 @@ def convert_amct(model: nn.Module, *, backend: Backend = None) -> nn.Module:
     lower = lowering_for(backend)
     converted = copy_model(model).eval()
     RangeMerger.detach(converted)
+    remove_hooks(converted, RangeGroups)
     leave_unused_layers_float(converted)
     _check_calibrated(converted)
     remove_pruned(converted)

@@ -25,6 +25,7 @@ from amct_fx.config.messages import listing
 from amct_fx.errors import ModelStateError
 from amct_fx.observers import ULQFakeQuantize, ULQWeightFakeQuantize
 from amct_fx.observers._base import AmctFakeQuantize, in_recomputation
+from amct_fx.root_hooks import attach_hooks, remove_hooks
 
 __all__ = [
     "RangeMergeRule",
@@ -67,17 +68,13 @@ class RangeMerger:
     def attach(self, model: nn.Module) -> None:
         """Register both hooks on the root of a model that was prepared just now."""
         self.done = not _waiting(model)  # the configuration gives all ranges
-        model.register_forward_pre_hook(self.before)
-        model.register_forward_hook(self.after)
+        attach_hooks(model, self)
         ignore_quantizer_buffers(model)
 
     @staticmethod
     def detach(model: nn.Module) -> None:
         """Remove what :meth:`attach` did to ``model``, before it is converted."""
-        for hooks in (model._forward_pre_hooks, model._forward_hooks):
-            for key, hook in list(hooks.items()):
-                if isinstance(getattr(hook, "__self__", None), RangeMerger):
-                    del hooks[key]
+        remove_hooks(model, RangeMerger)
         ours = set(_quantizer_buffers(model))
         rest = [name for name in getattr(model, _IGNORED, ()) if name not in ours]
         if rest:

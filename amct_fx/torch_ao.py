@@ -133,7 +133,7 @@ class _StockLayer(qat.QATLayer):
         """Return the input, which has passed its quantizer."""
         return input
 
-    def source_of(self, input: Tensor, weight: Tensor) -> None:
+    def source_of(self, input: Tensor) -> None:
         """Return ``None``: the quantizer of the input is not known here."""
 
 

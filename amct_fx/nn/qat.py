@@ -39,22 +39,23 @@ class _ConvNd(QATLayer):
 
     def forward(self, input: Tensor, *, quantized: bool = False) -> Tensor:
         """Convolve the quantized input ``[N, C_in, *]`` with the fake-quantized weight."""
-        input, weight = self.quantized_input(input, quantized), self.quantized_weight()
+        input = self.quantized_input(input, quantized)
         layer: Any = self
-        source = self.source_of(input, weight)
-        if source is not None and _is_plain(layer, input, weight):
+        source = self.source_of(input) if _is_plain(layer, input) else None
+        if source is not None:
             geometry = layer.stride, layer.padding, layer.dilation, False, layer.output_padding
+            weight = recomputing.Weight(*self.weight_and_values())
             return recomputing.convolution(
                 input, weight, self.bias, source, (*geometry, layer.groups)
             )
-        output: Tensor = layer._conv_forward(input, weight, self.bias)
+        output: Tensor = layer._conv_forward(input, self.quantized_weight(), self.bias)
         return output
 
 
-def _is_plain(layer: Any, input: Tensor, weight: Tensor) -> bool:
+def _is_plain(layer: Any, input: Tensor) -> bool:
     """Say whether a convolution is just ``torch.convolution``: zeros around a whole batch."""
     plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-    return plain and input.dim() == weight.dim()
+    return plain and input.dim() == len(layer.kernel_size) + 2
 
 
 class Conv1d(_ConvNd, nn.Conv1d):
@@ -96,16 +97,16 @@ class _ConvTransposeNd(QATLayer):
             self.spatial_dims,
             layer.dilation,
         )
-        weight = self.quantized_weight()
-        source = self.source_of(input, weight)
-        if source is not None and _is_plain(layer, input, weight):
+        source = self.source_of(input) if _is_plain(layer, input) else None
+        if source is not None:
             geometry = layer.stride, layer.padding, layer.dilation, True, output_padding
+            weight = recomputing.Weight(*self.weight_and_values())
             return recomputing.convolution(
                 input, weight, self.bias, source, (*geometry, layer.groups)
             )
         output: Tensor = type(self).operator(
             input,
-            weight,
+            self.quantized_weight(),
             self.bias,
             layer.stride,
             layer.padding,
@@ -139,11 +140,12 @@ class Linear(QATLayer, nn.Linear):
 
     def forward(self, input: Tensor, *, quantized: bool = False) -> Tensor:
         """Multiply the quantized input with the fake-quantized weight."""
-        input, weight = self.quantized_input(input, quantized), self.quantized_weight()
-        source = self.source_of(input, weight)
+        input = self.quantized_input(input, quantized)
+        source = self.source_of(input)
         if source is not None:
+            weight = recomputing.Weight(*self.weight_and_values())
             return recomputing.linear(input, weight, self.bias, source)
-        return F.linear(input, weight, self.bias)
+        return F.linear(input, self.quantized_weight(), self.bias)
 
 
 _CLASSES: tuple[type[QATLayer], ...] = (

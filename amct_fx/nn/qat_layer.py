@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantizeBase
 
@@ -13,7 +12,8 @@ from amct_fx.nn.become import become, drop_reparametrization, float_class_of, sh
 from amct_fx.nn.geometry import make_weight_fake_quant
 from amct_fx.nn.integer import BatchNormAffine, integer_weight
 from amct_fx.nn.quantized import quantized_class_of
-from amct_fx.observers import ULQFakeQuantize
+from amct_fx.observers import ARQFakeQuantize, ULQFakeQuantize
+from amct_fx.observers._recompute import is_traced
 
 if TYPE_CHECKING:
     from torch.ao.quantization import QConfig
@@ -142,9 +142,9 @@ class QATLayer(nn.Module):
         """Return the tensor the float operator runs on."""
         return input if quantized else self.input_quantizer(input)
 
-    def source_of(self, input: Tensor, weight: Tensor) -> Source | None:
+    def source_of(self, input: Tensor) -> Source | None:
         """Return what a quantized ``input`` was made from, if backward may make it again."""
-        if torch.compiler.is_compiling() or not weight.requires_grad:
+        if is_traced():
             return None
         quantizer = self.input_quantizer
         return quantizer.source_of(input) if isinstance(quantizer, ULQFakeQuantize) else None
@@ -154,6 +154,17 @@ class QATLayer(nn.Module):
         fake_quant = getattr(self, self.weight_quantizers[name])
         quantized: Tensor = fake_quant(getattr(self, name))
         return quantized
+
+    def weight_and_values(self) -> tuple[Tensor, Tensor | None]:
+        """Return the weight and its fake-quantized values without a graph, whose gradient it gets.
+
+        Without values the first is the fake-quantized weight itself; for eager only.
+        """
+        fake_quant = self.weight_fake_quant
+        if type(fake_quant) is ARQFakeQuantize and fake_quant.is_plain:
+            weight = self.weight
+            return weight, fake_quant.values(weight)
+        return self.quantized_weight(), None
 
     def weight_scale(self, name: str = "weight") -> Tensor:
         """Return today's scale of a weight: float32, one value or one for each output channel."""

@@ -9,7 +9,7 @@ in eager: a compiler decides by itself what to keep.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,25 +17,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amct_fx.observers import Source
+from amct_fx.observers._arq import straight_through
 from amct_fx.observers._ulq_function import apply_again
 
-__all__ = ["convolution", "linear"]
+__all__ = ["Weight", "convolution", "linear"]
 
 
-class _Geometry(NamedTuple):
-    """What ``aten::convolution`` takes beside tensors."""
+class Weight(NamedTuple):
+    """A weight that the operator reads, and what its gradient goes to.
 
-    stride: Sequence[int]
-    padding: Sequence[int]
-    dilation: Sequence[int]
-    transposed: bool
-    output_padding: Sequence[int]
-    groups: int
+    Attributes:
+        receiver: Receives the gradient of the values; floating point.
+        values: What is computed with, without a graph; ``None`` for the receiver itself.
+    """
+
+    receiver: Tensor
+    values: Tensor | None = None
 
 
 def convolution(
     input: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     source: Source,
     geometry: tuple[Any, ...],
@@ -44,29 +46,31 @@ def convolution(
 
     Args:
         input: The fake-quantized input; receives the gradient, is not kept.
-        weight: The weight, floating point.
+        weight: The weight.
         bias: The bias or ``None``.
         source: What ``input`` was made from.
         geometry: stride, padding, dilation, transposed, output padding, groups.
     """
-    forward = functools.partial(_convolve, geometry=_Geometry(*geometry))
-    backward = functools.partial(_convolution_gradients, geometry=_Geometry(*geometry))
+    forward = functools.partial(_convolve, geometry=geometry)
+    backward = functools.partial(_convolution_gradients, geometry=geometry)
     return _apply(input, weight, bias, source, forward, backward)
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None, source: Source) -> Tensor:
+def linear(input: Tensor, weight: Weight, bias: Tensor | None, source: Source) -> Tensor:
     """Multiply a fake-quantized ``input`` ``[*, in]`` with ``weight``, as ``F.linear`` does.
 
     Args:
         input: The fake-quantized input; receives the gradient, is not kept.
-        weight: ``[out, in]``, floating point.
+        weight: ``[out, in]``.
         bias: ``[out]`` or ``None``.
         source: What ``input`` was made from.
     """
     return _apply(input, weight, bias, source, F.linear, _linear_gradients)
 
 
-def _convolve(input: Tensor, weight: Tensor, bias: Tensor | None, *, geometry: _Geometry) -> Tensor:
+def _convolve(
+    input: Tensor, weight: Tensor, bias: Tensor | None, *, geometry: tuple[Any, ...]
+) -> Tensor:
     return torch.convolution(input, weight, bias, *geometry)
 
 
@@ -76,7 +80,7 @@ def _convolution_gradients(
     weight: Tensor,
     wanted: tuple[bool, bool, bool],
     *,
-    geometry: _Geometry,
+    geometry: tuple[Any, ...],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     out_channels = grad.shape[1]
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward(
@@ -98,7 +102,7 @@ def _linear_gradients(
 
 def _apply(
     input: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     source: Source,
     forward: Callable[..., Tensor],
@@ -108,9 +112,12 @@ def _apply(
     kind = input.device.type
     if _autocasts(kind):
         dtype = torch.get_autocast_dtype(kind)
-        input, weight = input.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    result: Tensor = _Recomputing.apply(input, weight, bias, source, forward, backward)  # type: ignore[no-untyped-call]
+        input, bias = input.to(dtype), None if bias is None else bias.to(dtype)
+        receiver, values = weight
+        weight = (
+            Weight(receiver.to(dtype)) if values is None else Weight(receiver, values.to(dtype))
+        )
+    result: Tensor = _Recomputing.apply(input, *weight, bias, source, forward, backward)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -137,16 +144,20 @@ class _Recomputing(torch.autograd.Function):
     def forward(
         ctx: Any,
         input: Tensor,
-        weight: Tensor,
+        receiver: Tensor,
+        values: Tensor | None,
         bias: Tensor | None,
         source: Source,
         forward: Callable[..., Tensor],
         backward: Callable[..., Any],
     ) -> Tensor:
         """Run the operator."""
-        ctx.save_for_backward(source.x, *source.effective, *source.qparams, weight)
-        # The clips only say where gradients go; whoever writes to them must not disturb backward.
-        ctx.clips, ctx.num_bits, ctx.remade = source.clips, source.num_bits, source.remade
+        weight = receiver if values is None else values
+        ctx.save_for_backward(source.x, weight)
+        # Clips, and a weight whose values are given, only say where gradients go; whoever writes to
+        # them must not disturb backward.
+        ctx.clips, ctx.settings, ctx.remade = source[1:]
+        ctx.receiver = None if values is None else receiver
         ctx.gradients = backward
         if not _autocasts(input.device.type):
             return _no_view(forward(input, weight, bias))
@@ -156,13 +167,19 @@ class _Recomputing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Make the quantized input again and return the gradients of the operator."""
-        x, upper, lower, scale, offset, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph
-            effective, qparams = (upper, lower), (scale, offset)
-            source = Source(x, ctx.clips, effective, qparams, ctx.num_bits, ctx.remade)
-            input = apply_again(source)
+        x, weight = ctx.saved_tensors
+        settings = ctx.settings
+        of_input, of_weight, _, of_bias = ctx.needs_input_grad[:4]
+        if not of_weight:
+            input = x  # only its shape counts
+        elif torch.is_grad_enabled():  # create_graph
+            input = apply_again(Source(x, ctx.clips, settings, ctx.remade))
         else:
-            input = ctx.remade.get(x, scale, offset, ctx.num_bits)
+            input = ctx.remade.get(x, *settings.qparams, settings.num_bits)
         input = input.to(x.dtype).to(weight.dtype)
-        wanted = ctx.needs_input_grad[:3]
-        return *ctx.gradients(grads[0], input, weight, wanted), None, None, None
+        if torch.is_grad_enabled() and ctx.receiver is not None:
+            weight = straight_through(ctx.receiver, weight)
+        grad, grad_weight, grad_bias = ctx.gradients(
+            grads[0], input, weight, (of_input, of_weight, of_bias)
+        )
+        return grad, grad_weight, None, grad_bias, None, None, None

@@ -65,7 +65,7 @@ def arq_qparams(
         return symmetric_scale(largest, smallest, num_bits)
 
 
-def _quantize_weight(
+def quantize_weight(
     weight: Tensor, scale: Tensor, num_bits: int, ch_axis: int | None, groups: int
 ) -> Tensor:
     """Return ``clamp(RNE(w/s), qmin, qmax) * s`` in the dtype of ``weight``."""
@@ -89,7 +89,7 @@ class _ARQFunction(torch.autograd.Function):
         groups: int,
     ) -> Tensor:
         """Return the fake-quantized weight."""
-        return _quantize_weight(weight, scale, num_bits, ch_axis, groups)
+        return quantize_weight(weight, scale, num_bits, ch_axis, groups)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -105,13 +105,13 @@ def arq_apply(
     return result
 
 
-class _ReuseFunction(torch.autograd.Function):
-    """Hand out a result made before; the gradient passes unchanged to the weight."""
+class _StraightThrough(torch.autograd.Function):
+    """Hand out values made before; their gradient passes unchanged to the weight."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, result: Tensor) -> Tensor:
-        """Return the result as a tensor of its own on the same memory."""
-        return result.detach()
+    def forward(ctx: Any, weight: Tensor, values: Tensor) -> Tensor:
+        """Return the values as a tensor of its own on the same memory."""
+        return values.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -119,10 +119,10 @@ class _ReuseFunction(torch.autograd.Function):
         return grads[0], None
 
 
-def arq_reuse(weight: Tensor, result: Tensor) -> Tensor:
-    """Return what :func:`arq_apply` returned before for the same weight; identity gradient."""
-    reused: Tensor = _ReuseFunction.apply(weight, result)  # type: ignore[no-untyped-call]
-    return reused
+def straight_through(weight: Tensor, values: Tensor) -> Tensor:
+    """Return ``values``, which were made from ``weight``, with the identity as gradient."""
+    passed: Tensor = _StraightThrough.apply(weight, values)  # type: ignore[no-untyped-call]
+    return passed
 
 
 def arq_fake_quantize(
@@ -222,7 +222,7 @@ class _WeightULQFunction(torch.autograd.Function):
         """Return the fake-quantized weight."""
         ctx.save_for_backward(weight, effective)
         ctx.settings = (num_bits, ch_axis, groups)
-        return _quantize_weight(weight, effective, num_bits, ch_axis, groups)
+        return quantize_weight(weight, effective, num_bits, ch_axis, groups)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

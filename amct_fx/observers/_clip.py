@@ -40,6 +40,12 @@ def clip_with_excess(values: Tensor, lowest: Tensor, highest: Tensor) -> tuple[T
     return clamped, values - clamped
 
 
+def grad_between(grad: Tensor, values: Tensor, below: float, above: float, out: Tensor) -> Tensor:
+    """Write ``grad`` where ``below < values < above``, else 0, into ``out``."""
+    written: Tensor = torch.ops.aten.hardtanh_backward(grad, values, below, above, grad_input=out)
+    return written
+
+
 def grad_inside(grad: Tensor, excess: Tensor, out: Tensor | None = None) -> Tensor:
     """Return ``grad`` where nothing was clipped, else 0; ``out`` may be ``excess``."""
     limits = -_DENORM_MIN, _DENORM_MIN

@@ -18,6 +18,8 @@ from amct_fx.observers._scale import as_float32
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from amct_fx.observers._ulq_settings import Settings
+
 __all__ = ["Remade", "Source", "SourceOfLast", "fake_quantize_values", "is_traced"]
 
 
@@ -69,17 +71,13 @@ class Source(NamedTuple):
     Attributes:
         x: The float tensor.
         clips: The tensors that receive the gradients of the clips; their values may have changed.
-        effective: The clips it was made with.
-        qparams: Scale and offset, float32 ``(1,)``.
-        num_bits: Width of the codes.
+        settings: What it was made with.
         remade: Where the layers that read it leave the values for one another.
     """
 
     x: Tensor
     clips: tuple[Tensor, Tensor]
-    effective: tuple[Tensor, Tensor]
-    qparams: tuple[Tensor, Tensor]
-    num_bits: int
+    settings: Settings
     remade: Remade
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from amct_fx.observers._checks import check_floating, check_num_bits
 from amct_fx.observers._scale import as_float32, one_below_eps, symmetric_scale, true_divide
 from amct_fx.observers._ulq_function import ulq_apply
+from amct_fx.observers._ulq_settings import Settings
 
 
 def ulq_effective_clips(
@@ -158,4 +159,4 @@ def ulq_fake_quantize(
     effective = ulq_effective_clips(clip_max, clip_min, fixed_min=fixed_min, previous=previous)
     with torch.no_grad():
         qparams = ulq_scale_offset(*effective, num_bits, symmetric)
-    return ulq_apply(x, (clip_max, clip_min), effective, qparams, num_bits)[0]
+    return ulq_apply(x, (clip_max, clip_min), Settings(effective, qparams, num_bits))[0]

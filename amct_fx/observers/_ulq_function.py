@@ -7,15 +7,16 @@ temporaries are overwritten. A compiler fuses the plain formulas into one pass b
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from amct_fx.observers._clip import clip_with_excess, grad_above, grad_inside, like
+from amct_fx.observers._clip import clip_with_excess, grad_above, grad_between, grad_inside, like
 from amct_fx.observers._recompute import Remade, Source, fake_quantize_values, is_traced
 from amct_fx.observers._reduce import as_vector, dot
 from amct_fx.observers._scale import as_float32
+from amct_fx.observers._ulq_settings import Limits, Settings, bounds, gradient_mix, rounding_error
 
 _LARGE = 1 << 20
 """Elements beyond which a pass over memory leaves the caches of most processors."""
@@ -39,17 +40,14 @@ class _ULQFunction(torch.autograd.Function):
         x: Tensor,
         clip_max: Tensor,
         clip_min: Tensor,
-        upper: Tensor,
-        lower: Tensor,
-        scale: Tensor,
-        offset: Tensor,
-        num_bits: int,
+        settings: Settings,
         remade: Remade | None,
     ) -> Tensor:
         """Return the fake-quantized ``x`` in its dtype."""
-        ctx.save_for_backward(x, upper, lower, scale, offset)
+        effective, qparams, num_bits, *ctx.known = settings
+        ctx.save_for_backward(x, *effective, *qparams)
         ctx.num_bits, ctx.remade = num_bits, remade
-        return fake_quantize_values(x, scale, offset, num_bits).to(x.dtype)
+        return fake_quantize_values(x, *qparams, num_bits).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -60,53 +58,20 @@ class _ULQFunction(torch.autograd.Function):
         grad_m = Σ g·(L - e).
         """
         x, upper, lower, s, o = ctx.saved_tensors
-        settings = _Settings((upper, lower), (s, o), ctx.num_bits)
+        settings = Settings((upper, lower), (s, o), ctx.num_bits, *ctx.known)
         spare = None if ctx.remade is None else ctx.remade.drop()
         learns = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         if torch.compiler.is_compiling() or torch.is_grad_enabled():  # the latter: create_graph
             grad_x, *grad_clips = _plain(x, grads[0], settings, learns)
         else:
             grad_x, *grad_clips = _fast(x, grads[0], settings, learns, spare)
-        return grad_x.to(x.dtype), *grad_clips, *[None] * 6
-
-
-class _Settings(NamedTuple):
-    """Effective clips, (scale, offset) and width of the codes of one forward."""
-
-    clips: tuple[Tensor, Tensor]
-    qparams: tuple[Tensor, Tensor]
-    num_bits: int
-
-
-def _bounds(qparams: tuple[Tensor, Tensor], num_bits: int) -> tuple[Tensor, Tensor]:
-    """Return the real values of the lowest and the highest code."""
-    half = 2 ** (num_bits - 1)
-    s, o = qparams
-    return (-half - o).mul_(s), (half - 1 - o).mul_(s)
-
-
-def _rounding_error(clip: Tensor, scale: Tensor, steps: int) -> Tensor:
-    """Return ``e`` of the elements that were clipped to ``clip``: ``(RNE(u) - u) / Q``."""
-    u = clip / scale
-    return u.round().sub_(u).div_(steps)
-
-
-class _Sums(NamedTuple):
-    """``Σ g·(RNE(u) - u)`` inside, ``Σ g`` and ``Σ g·u`` outside, with u = clamp(x)/s; 0-d."""
-
-    rounding: Tensor
-    outside: Tensor
-    position: Tensor
+        return grad_x.to(x.dtype), *grad_clips, None, None
 
 
 def _fast(
-    x: Tensor, grad: Tensor, settings: _Settings, learns: bool, spare: Tensor | None
+    x: Tensor, grad: Tensor, settings: Settings, learns: bool, spare: Tensor | None
 ) -> _Gradients:
     """Return the gradients of x, M and m.
-
-    With c = g outside, S_U + S_L = Σ c, and Σ c·u = u_max·S_U + u_min·S_L tells them apart. Source:
-    houses.md 5.1, with the rounding error taken from u and not from the output, whose codes may
-    round otherwise at ties.
 
     Args:
         x: The input of the forward.
@@ -115,92 +80,98 @@ def _fast(
         learns: Whether a clip wants a gradient.
         spare: Memory like ``x`` in float32 that no one needs any more.
     """
-    (upper, lower), (s, o), num_bits = settings
     inside, sums = _pass(x, grad, settings, learns, spare)
     if sums is None:
         return inside, None, None
-    half, steps = 2 ** (num_bits - 1), 2**num_bits - 1
-    above = (sums.position + (half + o) * sums.outside).div_(steps)
-    below = sums.outside - above
-    error = sums.rounding / steps
-    error = error.addcmul(_rounding_error(upper, s, steps), above)
-    error = error.addcmul_(_rounding_error(lower, s, steps), below)
-    return inside, error + above, below - error
+    effective, qparams, num_bits, mix, _ = settings
+    mix = gradient_mix(effective, qparams, num_bits) if mix is None else mix
+    shape = effective[0].shape
+    grad_max = mix.reshape(3).dot(sums)
+    return inside, grad_max.view(shape), (sums[1] - grad_max).view(shape)
 
 
 def _pass(
-    x: Tensor, grad: Tensor, settings: _Settings, learns: bool, spare: Tensor | None
-) -> tuple[Tensor, _Sums | None]:
-    """Return the gradient of x, float32, and the sums, if wanted.
+    x: Tensor, grad: Tensor, settings: Settings, learns: bool, spare: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradient of x, float32, and, if wanted, R, C and P of :func:`gradient_mix`.
 
     A tensor that does not fit into the cache is visited in pieces.
     """
-    lowest, highest = _bounds(settings.qparams, settings.num_bits)
-    s, _ = settings.qparams
-    if x.dim() == 0:
-        lowest, highest, s = lowest.reshape(()), highest.reshape(()), s.reshape(())
     values = as_float32(x)
-    limits = lowest, highest, s
+    inside = torch.empty_like(values)
+    grad = like(grad, inside)
+    limits, scale = _range_of(x, settings), settings.qparams[0]
     vector = as_vector(values) if _is_large(x) else None
     if vector is None:
-        inside = torch.empty_like(values)
-        return inside, _piece(values, like(grad, inside), limits, learns, inside, spare, None)
-    inside = torch.empty_like(values)
-    flat, grads = as_vector(inside), as_vector(like(grad, inside))
+        return inside, _piece(values, grad, limits, scale, learns, inside, spare, None)
+    flat, grads = as_vector(inside), as_vector(grad)
     assert flat is not None
     assert grads is not None
     u, rounding = flat.new_empty(2, _PIECE).unbind()
     sums = []
     for part, g, out in zip(*(t.split(_PIECE) for t in (vector, grads, flat)), strict=True):
         count = len(part)
-        sums.append(_piece(part, g, limits, learns, out, u[:count], rounding[:count]))
-    if not learns:
-        return inside, None
-    return inside, _Sums(*(torch.stack(t).sum() for t in zip(*filter(None, sums), strict=True)))
+        sums.append(_piece(part, g, limits, scale, learns, out, u[:count], rounding[:count]))
+    return inside, torch.stack(sums).sum(0) if learns else None  # type: ignore[arg-type]
 
 
 def _is_large(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.numel() > _LARGE
 
 
+def _range_of(x: Tensor, settings: Settings) -> Limits | tuple[Tensor, Tensor]:
+    """Return the representable range: as numbers, if they are known, else as tensors."""
+    if settings.limits is not None:
+        return settings.limits
+    lowest, highest = bounds(settings.qparams, settings.num_bits)
+    return (lowest, highest) if x.dim() else (lowest.reshape(()), highest.reshape(()))
+
+
 def _piece(
     values: Tensor,
     grad: Tensor,
-    limits: tuple[Tensor, Tensor, Tensor],
+    limits: Limits | tuple[Tensor, Tensor],
+    scale: Tensor,
     learns: bool,
     inside: Tensor,
     u: Tensor | None,
     rounding: Tensor | None,
-) -> _Sums | None:
-    """Write the gradient of ``values`` into ``inside`` and return the sums, if wanted.
+) -> Tensor | None:
+    """Write the gradient of ``values`` into ``inside`` and return the sums, ``(3,)``, if wanted.
 
     Args:
         values: float32.
         grad: Gradient of the output, float32, of the same memory format.
-        limits: Lowest and highest real value, scale.
+        limits: The representable range.
+        scale: The scale.
         learns: Whether the sums are wanted.
         inside: Memory like ``values``, for the result.
         u: The same, for use in between; ``None`` takes new memory.
         rounding: The same.
     """
-    lowest, highest, scale = limits
-    u = torch.maximum(values, lowest, out=u).clamp_max_(highest)
-    excess = torch.sub(u, values, out=inside)
-    grad_inside(grad, excess, out=excess)
-    if not learns:
-        return None
-    u.div_(scale)
+    if isinstance(limits, Limits):
+        grad_between(grad, values, limits.below, limits.above, out=inside)
+        if not learns:
+            return None
+        u = torch.clamp(values, limits.lowest, limits.highest, out=u)
+    else:
+        u = torch.maximum(values, limits[0], out=u).clamp_max_(limits[1])
+        excess = torch.sub(u, values, out=inside)
+        grad_inside(grad, excess, out=excess)
+        if not learns:
+            return None
+    u.div_(scale if values.dim() else scale.reshape(()))
     rounding = torch.round(u, out=rounding).sub_(u)
     error = dot(rounding, inside)
     outside = torch.sub(grad, inside, out=rounding)
-    return _Sums(error, outside.sum(), dot(outside, u))
+    return torch.stack((error, outside.sum(), dot(outside, u)))
 
 
-def _plain(x: Tensor, grad: Tensor, settings: _Settings, learns: bool) -> _Gradients:
+def _plain(x: Tensor, grad: Tensor, settings: Settings, learns: bool) -> _Gradients:
     """Return the gradients of x, M and m by the formulas as they stand."""
-    clips, qparams, num_bits = settings
+    clips, qparams, num_bits, *_ = settings
     s, o = (t.reshape(()) for t in qparams)
-    lowest, highest = _bounds((s, o), num_bits)
+    lowest, highest = bounds((s, o), num_bits)
     values = x.to(torch.float32)
     grad = like(grad, values)
     clamped, excess = clip_with_excess(values, lowest, highest)
@@ -211,38 +182,30 @@ def _plain(x: Tensor, grad: Tensor, settings: _Settings, learns: bool) -> _Gradi
     above, below = grad_above(grad, excess), grad_above(grad, -excess)
     u = clamped / s
     products = (u.round() - u) / steps * inside  # g·e; e of clipped elements:
-    e_above, e_below = (_rounding_error(clip.reshape(()), s, steps) for clip in clips)
+    e_above, e_below = (rounding_error(clip.reshape(()), s, steps) for clip in clips)
     grad_max = (products + above * (1 + e_above) + below * e_below).sum()
     grad_min = (below * (1 - e_below) - products - above * e_above).sum()
     return inside, grad_max.reshape(clips[0].shape), grad_min.reshape(clips[0].shape)
 
 
 def ulq_apply(
-    x: Tensor,
-    clips: tuple[Tensor, Tensor],
-    effective: tuple[Tensor, Tensor],
-    qparams: tuple[Tensor, Tensor],
-    num_bits: int,
+    x: Tensor, clips: tuple[Tensor, Tensor], settings: Settings
 ) -> tuple[Tensor, Source | None]:
-    """Fake-quantize ``x`` with ready-made effective clips and float (scale, offset).
+    """Fake-quantize ``x``; the gradients of the clips go to ``clips``.
 
     Returns:
         The result, and what it can be made from again; ``None`` where no gradient will ask for it
         or a graph is being recorded.
     """
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *clips))
-    if not recorded and not is_traced():
-        return fake_quantize_values(x, *qparams, num_bits).to(x.dtype), None
-    remade = None if is_traced() else Remade()
-    y: Tensor = _ULQFunction.apply(x, *clips, *effective, *qparams, num_bits, remade)  # type: ignore[no-untyped-call]
-    if remade is None:
-        return y, None
-    return y, Source(x, clips, effective, qparams, num_bits, remade)
+    traced = is_traced()
+    if not traced and not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, *clips))):
+        return fake_quantize_values(x, *settings.qparams, settings.num_bits).to(x.dtype), None
+    remade = None if traced else Remade()
+    y: Tensor = _ULQFunction.apply(x, *clips, settings, remade)  # type: ignore[no-untyped-call]
+    return y, None if remade is None else Source(x, clips, settings, remade)
 
 
 def apply_again(source: Source) -> Tensor:
     """Return the output of a source again, connected to its graph; for ``create_graph``."""
-    y: Tensor = _ULQFunction.apply(  # type: ignore[no-untyped-call]
-        source.x, *source.clips, *source.effective, *source.qparams, source.num_bits, None
-    )
+    y: Tensor = _ULQFunction.apply(source.x, *source.clips, source.settings, None)  # type: ignore[no-untyped-call]
     return y

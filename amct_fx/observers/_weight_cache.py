@@ -34,7 +34,8 @@ class _Kept(NamedTuple):
 class WeightCache:
     """The last fake-quantized weight of one quantizer, if the weight was seen unchanged before.
 
-    Nothing is kept in a training that changes its weights between any two forwards. Copies and
+    A weight's first result is kept if the weight before it was seen twice, later ones always. So
+    nothing is kept in a training that changes its weights between any two forwards. Copies and
     pickles start empty.
 
     Attributes:
@@ -44,7 +45,7 @@ class WeightCache:
 
     trusted: bool = False
     _key: Hashable = None
-    _repeats: bool = False
+    _seen: int = 0
     _kept: _Kept | None = None
 
     def find(self, weight: Tensor, settings: Hashable) -> tuple[Tensor, Tensor] | None:
@@ -56,6 +57,7 @@ class WeightCache:
         if not unchanged or kept.result._version != kept.version:
             self._kept = None
             return None
+        self._seen += 1
         return kept.scale, kept.result
 
     def note(self, weight: Tensor, settings: Hashable, scale: Tensor, result: Tensor) -> None:
@@ -63,17 +65,18 @@ class WeightCache:
         if not self._usable(weight):
             return
         key = self._key_of(weight, settings)
-        repeats, self._repeats = self._repeats, key == self._key
+        repeats = key == self._key
+        likely = self.trusted or repeats or self._seen > 1
+        self._seen = self._seen + 1 if repeats else 1
         self._key, self._kept = key, None
-        if repeats or self._repeats or self.trusted:
+        if likely:
             copied = None if self.trusted else weight.detach().clone()
             alias = result.detach()
             self._kept = _Kept(scale, alias, alias._version, copied)
-            self._repeats = True
 
     def clear(self) -> None:
         """Forget everything."""
-        self._key, self._repeats, self._kept = None, False, None
+        self._key, self._seen, self._kept = None, 0, None
 
     def _usable(self, weight: Tensor) -> bool:
         """Say whether ``weight`` is an ordinary tensor in eager, on a device where we may look."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from amct_fx.errors import ModelError, ModelStateError
-from amct_fx.observers._arq import arq_apply, arq_qparams, arq_reuse
+from amct_fx.observers._arq import arq_apply, arq_qparams, quantize_weight, straight_through
 from amct_fx.observers._base import AmctFakeQuantize
 from amct_fx.observers._checks import check_positive_int
 from amct_fx.observers._recompute import is_traced
@@ -102,20 +102,39 @@ class ARQFakeQuantize(AmctFakeQuantize):
         self._check_input(x, "the weight")
         if not self._fake_quant_on:
             return x
+        if not is_traced():
+            return straight_through(x, self.values(x))
+        scale = self._scale_of(x)
+        self._keep(scale)
+        return arq_apply(x, scale, self.num_bits, self.ch_axis, self.groups)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a call does nothing but fake-quantize."""
+        return self._fake_quant_on and not (self._forward_hooks or self._forward_pre_hooks)
+
+    @torch.no_grad()
+    def values(self, x: Tensor) -> Tensor:
+        """Return the fake-quantized values of ``x`` without a graph, in eager.
+
+        For layers whose backward passes the gradient of the values to ``x`` themselves.
+        """
         settings = (self.num_bits, self.ch_axis, self.groups)
-        if is_traced():
+        kept = self._cache.find(x, settings)
+        if kept is None:
             scale = self._scale_of(x)
-            y = arq_apply(x, scale, *settings)
-        elif (kept := self._cache.find(x, settings)) is not None:
-            scale, y = kept[0], arq_reuse(x, kept[1])
+            result = quantize_weight(x, scale, *settings)
+            self._cache.note(x, settings, scale, result)
         else:
-            scale = self._scale_of(x)
-            y = arq_apply(x, scale, *settings)
-            self._cache.note(x, settings, scale, y)
+            scale, result = kept
+        self._keep(scale)
+        return result
+
+    def _keep(self, scale: Tensor) -> None:
+        """Remember the scale of a training forward."""
         if self.training and self.num_channels is not None:
             with torch.no_grad():
                 self.scale.copy_(scale)
-        return y
 
     def calculate_qparams(  # type: ignore[override]
         self, weight: Tensor | None = None

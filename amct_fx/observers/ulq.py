@@ -11,13 +11,14 @@ from amct_fx.errors import CalibrationError, ConfigError
 from amct_fx.observers._base import AmctFakeQuantize, in_recomputation
 from amct_fx.observers._checks import check_clips, check_positive_int
 from amct_fx.observers._ifmr import BatchCollector, finite_extremes
-from amct_fx.observers._recompute import Source, SourceOfLast
+from amct_fx.observers._recompute import Source, SourceOfLast, is_traced
 from amct_fx.observers._ulq import (
     ulq_effective_clips,
     ulq_qparams,
     ulq_scale_offset,
 )
 from amct_fx.observers._ulq_function import ulq_apply
+from amct_fx.observers._ulq_settings import Ahead, Settings
 
 Clips = tuple[Tensor, Tensor]
 
@@ -100,6 +101,7 @@ scale=0.00961109, zero_point=0, learning)
         self._calibrated = clips is not None
         self._collector = BatchCollector(num_bits, batch_num)
         self._sources = SourceOfLast()
+        self.ahead: Ahead | None = None
         flag = torch.zeros(1, device=(factory_kwargs or {}).get("device"), dtype=torch.float32)
         upper, lower = clips or (1.0, -1.0)
         self.clip_max = torch.nn.Parameter(torch.full_like(flag, upper))
@@ -151,7 +153,34 @@ scale=0.00961109, zero_point=0, learning)
             return self._forward_uncalibrated(x)
         if not self._fake_quant_on:
             return x
+        ahead = None if is_traced() else self.ahead
+        if ahead is not None and ahead.versions == self.clip_versions:
+            ahead.used = True
+            return self._apply_settings(x, ahead.settings)
         return self._quantize(x, self._effective_clips(), write=self.training)
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the next forward quantizes with the clips, as far as the host knows."""
+        return self._calibrated and self._fake_quant_on
+
+    @property
+    def clip_versions(self) -> tuple[int, int]:
+        """Version counters of both clips."""
+        clips = self._parameters
+        return clips["clip_max"]._version, clips["clip_min"]._version  # type: ignore[union-attr]
+
+    @property
+    def written(self) -> tuple[Tensor, ...]:
+        """The tensors that a forward in training writes."""
+        return (
+            self.clip_max,
+            self.clip_min,
+            self.clip_max_prev,
+            self.clip_min_prev,
+            self.scale,
+            self.zero_point,
+        )
 
     def source_of(self, y: Tensor) -> Source | None:
         """Return what ``y`` was made from, so that a layer need not keep it for backward.
@@ -187,7 +216,8 @@ scale=0.00961109, zero_point=0, learning)
         upper = torch.as_tensor(clip_max).to(self.clip_max).reshape(1)
         lower = torch.as_tensor(clip_min).to(self.clip_min).reshape(1)
         clips = ulq_effective_clips(upper, lower, fixed_min=bool(self.fixed_min))
-        self._write(clips, ulq_scale_offset(*clips, self.num_bits, self.symmetric))
+        qparams = ulq_scale_offset(*clips, self.num_bits, self.symmetric)
+        self._write(Settings(clips, qparams, self.num_bits))
         self._collector.batches.clear()
         self.calibrated.fill_(1.0)
         self._calibrated = True
@@ -226,31 +256,26 @@ scale=0.00961109, zero_point=0, learning)
         """Fake-quantize with effective clips; ``write`` keeps them and their scale."""
         with torch.no_grad():
             qparams = ulq_scale_offset(*effective, self.num_bits, self.symmetric)
-        clips = self.clip_max, self.clip_min
-        y, source = ulq_apply(x, clips, effective, qparams, self.num_bits)
+        settings = Settings(effective, qparams, self.num_bits)
+        y = self._apply_settings(x, settings)
+        if write:
+            self._write(settings)
+        return y
+
+    def _apply_settings(self, x: Tensor, settings: Settings) -> Tensor:
+        y, source = ulq_apply(x, (self.clip_max, self.clip_min), settings)
         if source is not None:
             self._sources.remember(y, source)
-        if write:
-            self._write(effective, qparams)
         return y
 
     @torch.no_grad()
-    def _write(self, effective: Clips, qparams: Clips) -> None:
+    def _write(self, settings: Settings) -> None:
         """Store clips, scale and offset in place."""
-        targets = (
-            self.clip_max,
-            self.clip_min,
-            self.clip_max_prev,
-            self.clip_min_prev,
-            self.scale,
-        )
-        values = (*effective, *effective, qparams[0])
         if torch.compiler.is_compiling():  # the compiler of 2.13 gets _foreach_copy_ wrong here
-            for target, value in zip(targets, values, strict=True):
+            for target, value in zip(self.written, settings.written, strict=True):
                 target.copy_(value)
         else:
-            torch._foreach_copy_(targets, values)
-        self.zero_point.copy_(qparams[1])
+            torch._foreach_copy_(self.written, settings.written)
 
     def _start(self, x: Tensor) -> Tensor:
         """Run one forward while the range is not known yet."""
@@ -276,7 +301,8 @@ scale=0.00961109, zero_point=0, learning)
         if self._fake_quant_on:
             return self._quantize(x, effective, write=not recomputed)
         if not recomputed:
-            self._write(effective, ulq_scale_offset(*effective, self.num_bits, self.symmetric))
+            qparams = ulq_scale_offset(*effective, self.num_bits, self.symmetric)
+            self._write(Settings(effective, qparams, self.num_bits))
         return x
 
     def _kept_part(self, x: Tensor) -> Tensor:

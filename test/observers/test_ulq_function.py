@@ -15,6 +15,7 @@ from torch import Tensor
 
 from amct_fx.observers import _ulq_function, functional
 from amct_fx.observers._reduce import as_vector, dot
+from amct_fx.observers._ulq_settings import Settings
 
 from . import reference
 
@@ -29,7 +30,7 @@ def gradients(x: Tensor, clips: tuple[float, float], g: Tensor, **kwargs: Any) -
 def plain(x: Tensor, clips: tuple[float, float], g: Tensor, num_bits: int = 8) -> list[Tensor]:
     upper, lower = (torch.tensor([clip]) for clip in clips)
     scale, offset = functional.ulq_qparams(upper, lower, num_bits=num_bits)
-    found = _ulq_function._Settings((upper, lower), (scale, offset.float()), num_bits)
+    found = Settings((upper, lower), (scale, offset.float()), num_bits)
     return list(_ulq_function._plain(x, g, found, True))  # type: ignore[arg-type]
 
 

@@ -20,13 +20,13 @@ from amct_fx.observers import ARQFakeQuantize, arq, functional
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Every weight that ARQ computes a result for."""
     weights: list[Tensor] = []
-    original = arq.arq_apply
+    original = arq.quantize_weight
 
     def spy(weight: Tensor, *rest: Any) -> Tensor:
         weights.append(weight)
         return original(weight, *rest)
 
-    monkeypatch.setattr(arq, "arq_apply", spy)
+    monkeypatch.setattr(arq, "quantize_weight", spy)
     return weights
 
 

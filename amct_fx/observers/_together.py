@@ -1,0 +1,92 @@
+"""What many ULQ quantizers compute from their clips, computed for all of them at once.
+
+The results are good for one forward of the model that owns the quantizers. A quantizer that is
+called otherwise, or whose clips were changed since, computes for itself, with the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from amct_fx.observers._ulq import ulq_effective_clips, ulq_scale_offset
+from amct_fx.observers._ulq_settings import Ahead, Limits, Settings, gradient_mix, host_limits
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from amct_fx.observers.ulq import ULQFakeQuantize
+
+__all__ = ["compute_ahead", "write_back"]
+
+_CLIPS = ("clip_max", "clip_min", "clip_max_prev", "clip_min_prev")
+
+
+def compute_ahead(quantizers: Iterable[ULQFakeQuantize]) -> None:
+    """Give each quantizer that will quantize what its next forward computes with."""
+    groups: dict[Hashable, list[ULQFakeQuantize]] = {}
+    for quantizer in quantizers:
+        quantizer.ahead = None
+        if quantizer.quantizes and _is_plain(quantizer):
+            key = (
+                quantizer.num_bits,
+                bool(quantizer.fixed_min),
+                quantizer.symmetric,
+                quantizer.clip_max.device,
+            )
+            groups.setdefault(key, []).append(quantizer)
+    learns = torch.is_grad_enabled()
+    for members in groups.values():
+        for quantizer, settings in zip(members, _settings(members, learns), strict=True):
+            quantizer.ahead = Ahead(settings, quantizer.clip_versions)
+
+
+def write_back(quantizers: Iterable[ULQFakeQuantize]) -> None:
+    """Store the clips and scales that forwards in training used; forget them all."""
+    targets: list[Tensor] = []
+    values: list[Tensor] = []
+    for quantizer in quantizers:
+        ahead, quantizer.ahead = quantizer.ahead, None
+        if ahead is None or not ahead.used or not quantizer.training:
+            continue
+        targets += quantizer.written
+        values += ahead.settings.written
+    if targets:
+        with torch.no_grad():
+            torch._foreach_copy_(targets, values)
+
+
+def _is_plain(quantizer: ULQFakeQuantize) -> bool:
+    """Say whether the clips are ordinary parameters: not sharded, wrapped or cast."""
+    clips = quantizer._parameters.values()
+    return all(
+        type(clip) is nn.Parameter and clip.numel() == 1 and clip.dtype == torch.float32
+        for clip in clips
+    )
+
+
+@torch.no_grad()
+def _settings(members: list[ULQFakeQuantize], learns: bool) -> list[Settings]:
+    """Return the settings of quantizers of one kind; what backward needs only if it ``learns``."""
+    first = members[0]
+    upper, lower, *last = (
+        torch.cat([getattr(quantizer, name) for quantizer in members]) for name in _CLIPS
+    )
+    effective = ulq_effective_clips(
+        upper, lower, fixed_min=bool(first.fixed_min), previous=(last[0], last[1])
+    )
+    qparams = ulq_scale_offset(*effective, first.num_bits, first.symmetric)
+    columns = [column.split(1) for column in (*effective, *qparams)]
+    mixes: Sequence[Tensor | None] = [None] * len(members)
+    limits: Sequence[Limits | None] = [None] * len(members)
+    if learns:
+        mixes = gradient_mix(effective, qparams, first.num_bits).unbind()
+    if learns and upper.is_cpu and not torch._C._len_torch_dispatch_stack():
+        limits = host_limits(qparams, first.num_bits)
+    return [
+        Settings((a, z), (s, o), first.num_bits, mix, limit)
+        for a, z, s, o, mix, limit in zip(*columns, mixes, limits, strict=True)
+    ]
