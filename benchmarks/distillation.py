@@ -125,9 +125,9 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 
 @torch.no_grad()
-def compared(student: nn.Module, task: Task) -> tuple[float, float]:
+def compared(student: nn.Module, teacher: nn.Module, test: Tensor) -> tuple[float, float]:
     """Return the mean squared error of the outputs, and the share of equal first choices."""
-    pairs = [(student(part), task.teacher(part)) for part in task.test.split(64)]
+    pairs = [(student(part), teacher(part)) for part in test.split(64)]
     ours, theirs = (torch.cat(list(parts)) for parts in zip(*pairs, strict=True))
     agreement = (ours.argmax(1) == theirs.argmax(1)).double().mean()
     return float((ours - theirs).square().mean()), float(agreement)
@@ -185,7 +185,7 @@ def quality(
                 torch.manual_seed(seed)
                 student = make(task, cfg)
                 if student is not None:
-                    found = compared(student, task)
+                    found = compared(student, task.teacher, task.test)
                     results.setdefault((width, method), []).append(found)
                     print(task.name, seed, width, method, *(f"{v:.4g}" for v in found), flush=True)
     for width in WIDTHS:

@@ -177,6 +177,8 @@ def test_every_key_in_front_of_the_layers_is_needed(key: str) -> None:
         ({"fc": 1}, "an object is expected"),
         ({"fc": {"retrain_enable": True}}, "unknown key 'retrain_enable'"),
         ({"fc": {"distill_weight_config": {"algo": "arq_retrain"}}}, "algo must be arq_distill"),
+        ({"fc": {"distill_data_config": {"fixed": True}}}, "unknown key 'fixed'"),
+        ({"fc": {"distill_weight_config": {"bits": 4}}}, "unknown key 'bits'"),
         ({"fc": {"distill_data_config": {"dst_type": "INT16"}}}, "dst_type must be INT8 or INT4"),
         ({"fc": {"distill_data_config": {"clip_max": 1.0}}}, "layer 'fc'.*clip_min is missing"),
     ],
