@@ -31,7 +31,7 @@ from amct_fx.graph import (
     module_of,
     regions,
 )
-from amct_fx.grouping import RangeGroups
+from amct_fx.grouping import QuantizerGroups
 from amct_fx.nn.matmul import convert_matmuls
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import Quantize
@@ -81,7 +81,7 @@ def convert_amct(model: nn.Module, *, backend: Backend = None) -> nn.Module:
     lower = lowering_for(backend)
     converted = copy_model(model).eval()
     RangeMerger.detach(converted)
-    remove_hooks(converted, RangeGroups)
+    remove_hooks(converted, QuantizerGroups)
     leave_unused_layers_float(converted)
     _check_calibrated(converted)
     remove_pruned(converted)

@@ -1,9 +1,10 @@
-"""The scalar arithmetic of all input quantizers of a model, done at once.
+"""The small arithmetic of all quantizers of a model, done at once.
 
-Each quantizer turns two learned clips into a scale and an offset, and its backward needs a few more
-numbers: about fifty operations on single values, which on an accelerator are as many launches, and
-on a CPU cost as much as several passes over a small activation. A forward of the model does them
-for all quantizers together, on one vector for each kind, and writes all clips back at its end.
+Each input quantizer turns two learned clips into a scale and an offset, and its backward needs a
+few more numbers: about fifty operations on single values, which on an accelerator are as many
+launches, and on a CPU cost as much as several passes over a small activation. Each weight quantizer
+does the like for its scales. A forward of the model does them for all quantizers together, on one
+vector for each kind, and writes clips and scales back at its end.
 """
 
 from __future__ import annotations
@@ -11,26 +12,34 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from amct_fx.observers import ULQFakeQuantize
+import torch
+from torch import nn
+
+from amct_fx.graph import GraphForward, fx_graph_of
+from amct_fx.nn.qat import QATLayer
+from amct_fx.observers import ARQFakeQuantize, ULQFakeQuantize
 from amct_fx.observers._recompute import is_traced
-from amct_fx.observers._together import compute_ahead, write_back
+from amct_fx.observers._together import compute_ahead, quantize_ahead, write_back
 from amct_fx.root_hooks import attach_hooks
 
 if TYPE_CHECKING:
-    from torch import nn
+    from collections.abc import Iterator
 
-__all__ = ["RangeGroups"]
+    from torch import Tensor
+
+__all__ = ["QuantizerGroups"]
 
 
-class RangeGroups:
-    """Forward hooks of a prepared model that serve all its ULQ quantizers together.
+class QuantizerGroups:
+    """Forward hooks of a prepared model that serve all its quantizers together.
 
     Copies and pickles look for their quantizers anew.
     """
 
     def __init__(self) -> None:
         self._root: weakref.ref[nn.Module] | None = None
-        self._found: list[ULQFakeQuantize] = []
+        self._inputs: list[ULQFakeQuantize] = []
+        self._layers: list[QATLayer] = []
 
     def attach(self, model: nn.Module) -> None:
         """Register both hooks on the root of a prepared model."""
@@ -38,19 +47,42 @@ class RangeGroups:
 
     def before(self, model: nn.Module, _args: Any) -> None:
         """Compute for all quantizers of ``model``."""
-        if not is_traced():
-            compute_ahead(self._quantizers(model))
+        if is_traced():
+            return
+        self._look_at(model)
+        compute_ahead(self._inputs)
+        if torch.is_grad_enabled():  # else all quantized weights would live at once for nothing
+            quantize_ahead(self._weights())
 
     def after(self, model: nn.Module, _args: Any, _output: Any) -> None:
         """Write what the quantizers that ran in training have used; forget the rest."""
-        if not is_traced():
-            write_back(self._quantizers(model))
+        if is_traced():
+            return
+        self._look_at(model)
+        write_back(self._inputs, (quantizer for _, quantizer in self._weights()))
 
-    def _quantizers(self, model: nn.Module) -> list[ULQFakeQuantize]:
-        if self._root is None or self._root() is not model:
-            self._found = [part for part in model.modules() if isinstance(part, ULQFakeQuantize)]
-            self._root = weakref.ref(model)
-        return self._found
+    def _look_at(self, model: nn.Module) -> None:
+        """Find the quantizers of ``model``, and the layers that each forward of it runs."""
+        if self._root is not None and self._root() is model:
+            return
+        self._root = weakref.ref(model)
+        self._inputs = [part for part in model.modules() if isinstance(part, ULQFakeQuantize)]
+        called = set()
+        if isinstance(model, GraphForward):
+            nodes = fx_graph_of(model).nodes
+            called = {node.target for node in nodes if node.op == "call_module"}
+        self._layers = [
+            part
+            for name, part in model.named_modules()
+            if name in called and isinstance(part, QATLayer) and part.weight_names == ("weight",)
+        ]
+
+    def _weights(self) -> Iterator[tuple[Tensor, ARQFakeQuantize]]:
+        """Yield the weights that are ordinary parameters, and their quantizers."""
+        for layer in self._layers:
+            weight, quantizer = layer._parameters.get("weight"), layer.weight_fake_quant
+            if type(weight) is nn.Parameter and type(quantizer) is ARQFakeQuantize:
+                yield weight, quantizer
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RangeGroups, ()
+        return QuantizerGroups, ()

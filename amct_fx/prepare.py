@@ -21,7 +21,7 @@ from amct_fx.config import CompressionConfig, load_config, resolve
 from amct_fx.copying import copy_model
 from amct_fx.discovery import PrepareOptions, discovered
 from amct_fx.distributed import RangeMerger, RangeMergeRule
-from amct_fx.grouping import RangeGroups
+from amct_fx.grouping import QuantizerGroups
 from amct_fx.insertion import check_tied_weights, insert_quantizers
 from amct_fx.nn.fused import disable_fused_paths
 from amct_fx.nn.parametrized import still_parametrizations
@@ -171,7 +171,7 @@ def prepare_qat_amct(
             quantize_outputs(found.captured)
         attach_pruning(prepared, settings, chosen, prune_options, plan)
     disable_fused_paths(prepared)
-    RangeGroups().attach(prepared)
+    QuantizerGroups().attach(prepared)
     RangeMerger(calibration_forwards(qconfigs.values()), range_merge).attach(prepared)
     recipe = Recipe(config, asdict(options) | asdict(prune_options))
     preparation = Preparation.of(

@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from amct_fx import convert_amct, prepare_qat_amct
-from amct_fx.grouping import RangeGroups
+from amct_fx.grouping import QuantizerGroups
 from amct_fx.observers import ULQFakeQuantize
 from amct_fx.root_hooks import remove_hooks
 
@@ -40,7 +40,7 @@ def pair(config: str | None = None) -> tuple[nn.Module, nn.Module]:
     together = prepare_qat_amct(network(), config)
     together(torch.randn(4, 3, 9, 9))
     apart = copy.deepcopy(together)
-    remove_hooks(apart, RangeGroups)
+    remove_hooks(apart, QuantizerGroups)
     return together, apart
 
 
@@ -58,8 +58,9 @@ def train(model: nn.Module, steps: int = 4) -> list[Tensor]:
 
 
 def assert_same_state(left: nn.Module, right: nn.Module) -> None:
-    for (key, a), b in zip(left.state_dict().items(), right.state_dict().values(), strict=True):
-        assert torch.equal(a, b), key
+    for tensors in (nn.Module.named_parameters, nn.Module.named_buffers):
+        for (key, a), (_, b) in zip(tensors(left), tensors(right), strict=True):
+            assert torch.equal(a, b), key
 
 
 @pytest.mark.parametrize("config", [None, CONFIG], ids=["alike", "three kinds"])
@@ -84,6 +85,30 @@ def test_the_number_of_operations_on_scalars_does_not_grow_with_the_layers() -> 
         return found["aten::bitwise_or"] + found["aten::_foreach_copy_"]
 
     assert scalar_operations(12) == scalar_operations(3)
+
+
+def test_a_weight_changed_within_the_forward_counts() -> None:
+    together, apart = pair()
+    x = torch.randn(2, 3, 9, 9)
+    for model in (together, apart):
+        weight = model.get_submodule("4").weight
+
+        def double(*_: Any, weight: Tensor = weight) -> None:
+            weight.detach().mul_(2)
+
+        model.get_submodule("1").register_forward_hook(double)
+    assert torch.equal(together(x), apart(x))
+
+
+def test_tied_layers_quantize_their_weight_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    prepared = prepare_qat_amct(model, reused="quantize")
+    apart = copy.deepcopy(prepared)
+    remove_hooks(apart, QuantizerGroups)
+    x = torch.randn(8, 4)
+    for _ in range(3):
+        assert torch.equal(prepared(x), apart(x))
 
 
 @pytest.mark.parametrize("through_data", [True, False])

@@ -16,7 +16,7 @@ from amct_fx.errors import ConfigError
 from amct_fx.observers._checks import check_floating, check_num_bits
 from amct_fx.observers._clip import clip_with_excess, grad_above, grad_inside, like
 from amct_fx.observers._geometry import count_rows, split_groups, spread, to_output_major
-from amct_fx.observers._scale import EPS, symmetric_scale
+from amct_fx.observers._scale import EPS, as_float32, symmetric_scale
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -53,16 +53,23 @@ def arq_qparams(
     check_num_bits(num_bits)
     check_floating(weight, "weight")
     with torch.no_grad():
-        values = weight.detach().to(torch.float32)
-        if weight.numel() == 0:
-            return values.new_ones(1 if ch_axis is None else count_rows(weight, ch_axis, groups))
-        if ch_axis is None:
-            largest, smallest = values.amax().reshape(1), values.amin().reshape(1)
-        else:
-            rows = to_output_major(values, ch_axis=ch_axis, groups=groups).unsqueeze(-1)
-            others = list(range(1, rows.dim()))
-            largest, smallest = rows.amax(others), rows.amin(others)
-        return symmetric_scale(largest, smallest, num_bits)
+        return symmetric_scale(*arq_extremes(weight, ch_axis, groups), num_bits)
+
+
+def arq_extremes(weight: Tensor, ch_axis: int | None, groups: int) -> tuple[Tensor, Tensor]:
+    """Return the largest and the smallest value for each scale of a weight, float32.
+
+    An empty weight has zeros.
+    """
+    values = as_float32(weight.detach())
+    if weight.numel() == 0:
+        rows = 1 if ch_axis is None else count_rows(weight, ch_axis, groups)
+        return values.new_zeros(rows), values.new_zeros(rows)
+    if ch_axis is None:
+        return values.amax().reshape(1), values.amin().reshape(1)
+    major = to_output_major(values, ch_axis=ch_axis, groups=groups).unsqueeze(-1)
+    others = list(range(1, major.dim()))
+    return major.amax(others), major.amin(others)
 
 
 def quantize_weight(
@@ -71,7 +78,7 @@ def quantize_weight(
     """Return ``clamp(RNE(w/s), qmin, qmax) * s`` in the dtype of ``weight``."""
     half = 2 ** (num_bits - 1)
     s = spread(scale, weight, ch_axis, groups)
-    values = split_groups(weight, ch_axis, groups).to(torch.float32)
+    values = as_float32(split_groups(weight, ch_axis, groups))
     result = (values / s).round_().clamp_(-half, half - 1).mul_(s).to(weight.dtype)
     return result.flatten(0, 1) if ch_axis == 1 else result
 

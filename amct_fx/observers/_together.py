@@ -1,7 +1,8 @@
-"""What many ULQ quantizers compute from their clips, computed for all of them at once.
+"""What many quantizers compute from their clips and weights, computed for all of them at once.
 
 The results are good for one forward of the model that owns the quantizers. A quantizer that is
-called otherwise, or whose clips were changed since, computes for itself, with the same result.
+called otherwise, or whose clips or weight were changed since, computes for itself, with the same
+result.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from amct_fx.observers._arq import arq_extremes
+from amct_fx.observers._scale import symmetric_scale
 from amct_fx.observers._ulq import ulq_effective_clips, ulq_scale_offset
 from amct_fx.observers._ulq_settings import Ahead, Limits, Settings, gradient_mix, host_limits
+from amct_fx.observers.arq import WeightAhead
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+    from amct_fx.observers.arq import ARQFakeQuantize
     from amct_fx.observers.ulq import ULQFakeQuantize
 
-__all__ = ["compute_ahead", "write_back"]
+__all__ = ["compute_ahead", "quantize_ahead", "write_back"]
 
 _CLIPS = ("clip_max", "clip_min", "clip_max_prev", "clip_min_prev")
 
@@ -44,19 +49,52 @@ def compute_ahead(quantizers: Iterable[ULQFakeQuantize]) -> None:
             quantizer.ahead = Ahead(settings, quantizer.clip_versions)
 
 
-def write_back(quantizers: Iterable[ULQFakeQuantize]) -> None:
-    """Store the clips and scales that forwards in training used; forget them all."""
+@torch.no_grad()
+def quantize_ahead(weights: Iterable[tuple[Tensor, ARQFakeQuantize]]) -> None:
+    """Give each weight quantizer the values that it will hand out in the next forward.
+
+    Args:
+        weights: Weights and their quantizers, which will all be called.
+    """
+    groups: dict[Hashable, list[tuple[Tensor, ARQFakeQuantize]]] = {}
+    for weight, quantizer in dict.fromkeys(weights):  # tied layers share both
+        quantizer.ahead = None
+        if not quantizer.is_plain:
+            continue
+        if (known := quantizer.known(weight)) is not None:
+            quantizer.ahead = WeightAhead(weight, weight._version, *known)
+        else:
+            groups.setdefault((quantizer.num_bits, weight.device), []).append((weight, quantizer))
+    for members in groups.values():
+        extremes = [arq_extremes(weight, q.ch_axis, q.groups) for weight, q in members]
+        largest, smallest = (torch.cat(column) for column in zip(*extremes, strict=True))
+        scales = symmetric_scale(largest, smallest, members[0][1].num_bits)
+        parts = scales.split([len(column) for column, _ in extremes])
+        for (weight, quantizer), scale in zip(members, parts, strict=True):
+            quantizer.check_scale(scale, weight)
+            made = quantizer.quantized(weight, scale)
+            quantizer.ahead = WeightAhead(weight, weight._version, *made)
+
+
+@torch.no_grad()
+def write_back(
+    quantizers: Iterable[ULQFakeQuantize], weight_quantizers: Iterable[ARQFakeQuantize]
+) -> None:
+    """Store what forwards in training used: clips and scales; forget everything else."""
     targets: list[Tensor] = []
     values: list[Tensor] = []
     for quantizer in quantizers:
         ahead, quantizer.ahead = quantizer.ahead, None
-        if ahead is None or not ahead.used or not quantizer.training:
-            continue
-        targets += quantizer.written
-        values += ahead.settings.written
+        if ahead is not None and ahead.used and quantizer.training:
+            targets += quantizer.written
+            values += ahead.settings.written
+    for of_weight in weight_quantizers:
+        made, of_weight.ahead = of_weight.ahead, None
+        if made is not None and made.used and of_weight.training and of_weight.scale is not None:
+            targets.append(of_weight.scale)
+            values.append(made.scale)
     if targets:
-        with torch.no_grad():
-            torch._foreach_copy_(targets, values)
+        torch._foreach_copy_(targets, values)
 
 
 def _is_plain(quantizer: ULQFakeQuantize) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,28 @@ from amct_fx.observers._base import AmctFakeQuantize
 from amct_fx.observers._checks import check_positive_int
 from amct_fx.observers._recompute import is_traced
 from amct_fx.observers._weight_cache import WeightCache
+
+
+@dataclass
+class WeightAhead:
+    """Values of a weight that were computed before the forward that they are for.
+
+    Attributes:
+        weight: The weight.
+        version: Its version counter then.
+        scale: Its scale.
+        values: Its fake-quantized values.
+        used: Whether the quantizer handed them out.
+    """
+
+    weight: Tensor
+    version: int
+    scale: Tensor
+    values: Tensor
+    used: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy belongs to no forward
+        return type(None), ()
 
 
 def check_rows(scale: Tensor, num_channels: int, weight: Tensor, label: str) -> None:
@@ -80,6 +103,7 @@ class ARQFakeQuantize(AmctFakeQuantize):
             check_positive_int("num_channels", num_channels)
         self.num_channels = num_channels
         self._cache = WeightCache()
+        self.ahead: WeightAhead | None = None
         device = (factory_kwargs or {}).get("device")
         if num_channels is None:
             self.register_buffer("scale", None)
@@ -119,16 +143,24 @@ class ARQFakeQuantize(AmctFakeQuantize):
 
         For layers whose backward passes the gradient of the values to ``x`` themselves.
         """
-        settings = (self.num_bits, self.ch_axis, self.groups)
-        kept = self._cache.find(x, settings)
-        if kept is None:
-            scale = self._scale_of(x)
-            result = quantize_weight(x, scale, *settings)
-            self._cache.note(x, settings, scale, result)
-        else:
-            scale, result = kept
+        ahead = self.ahead
+        if ahead is not None and ahead.weight is x and ahead.version == x._version:
+            ahead.used = True
+            return ahead.values
+        scale, values = self.known(x) or self.quantized(x, self._scale_of(x))
         self._keep(scale)
-        return result
+        return values
+
+    def known(self, weight: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return scale and values of a weight that did not change, if they were kept."""
+        return self._cache.find(weight, (self.num_bits, self.ch_axis, self.groups))
+
+    def quantized(self, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``scale`` and the values of a weight that it makes."""
+        settings = (self.num_bits, self.ch_axis, self.groups)
+        values = quantize_weight(weight, scale, *settings)
+        self._cache.note(weight, settings, scale, values)
+        return scale, values
 
     def _keep(self, scale: Tensor) -> None:
         """Remember the scale of a training forward."""
@@ -182,6 +214,10 @@ class ARQFakeQuantize(AmctFakeQuantize):
         scale = arq_qparams(
             weight, num_bits=self.num_bits, ch_axis=self.ch_axis, groups=self.groups
         )
+        self.check_scale(scale, weight)
+        return scale
+
+    def check_scale(self, scale: Tensor, weight: Tensor) -> None:
+        """Raise :class:`ModelError` unless ``weight`` has as many channels as was promised."""
         if self.num_channels is not None:
             check_rows(scale, self.num_channels, weight, self._label())
-        return scale
