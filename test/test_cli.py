@@ -13,11 +13,10 @@ from typing import Any
 import amct_fx_demo
 import pytest
 from amct_fx_demo import DemoResult
-from typer.testing import CliRunner, Result
 
 import amct_fx
-from amct_fx import cli
 from amct_fx.errors import ConfigError
+from test.command_line import run
 
 RESULT = DemoResult(
     float_accuracy=0.99,
@@ -44,10 +43,6 @@ def demo_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr(amct_fx_demo, "run_demo", run_demo)
     return calls
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, arguments)
 
 
 def test_version_is_the_one_of_the_package() -> None:

@@ -7,12 +7,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from amct_fx import cli, load_config
+from amct_fx import load_config
+from test import command_line
+from test.command_line import plain
 
+if TYPE_CHECKING:
+    from typer.testing import Result
+
+pytestmark = pytest.mark.usefixtures("empty_folder")
 MODEL = "test.golden.networks:PlainChain"
 QUANT = """skip_layers: "c1"
 retrain_data_quant_config { ulq_quantize { clip_max_min { clip_max: 6 clip_min: -6 } } }
@@ -23,25 +29,13 @@ PRUNE = "prune_config { filter_pruner { balanced_l2_norm_filter_prune { prune_ra
 DISTILL = 'group_size: 2\ndistill_group { start_layer_name: "c3" end_layer_name: "fc" }\n'
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Work in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, ["config", *arguments])
+    return command_line.run("config", *arguments)
 
 
 def file(text: str, name: str = "quant.cfg") -> str:
     Path(name).write_text(text)
     return name
-
-
-def plain(text: str) -> str:
-    """Return the words of a message in a box."""
-    return " ".join(text.replace("│", " ").split())
 
 
 def test_check_says_ok() -> None:

@@ -9,32 +9,14 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper
-from typer.testing import CliRunner, Result
 
-from amct_fx import cli, prune_plan, save_checkpoint
+from amct_fx import prune_plan, save_checkpoint
 from amct_fx.prune import PrunePlan
 from test import cli_models
+from test.command_line import DATA, MODEL, PREPARED, plain, run
 
-MODEL = "test.cli_models:make"
-PREPARED = "test.cli_models:make_prepared"
-DATA = "test.cli_models:validation"
+pytestmark = pytest.mark.usefixtures("empty_folder")
 SHAPE = "4x3x8x8"
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Work in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, arguments)
-
-
-def plain(text: str) -> str:
-    """Return the words of a message in a box."""
-    return " ".join(text.replace("│", " ").split())
 
 
 def test_export_writes_the_file_of_a_checkpoint_and_verify_finds_it_right() -> None:

@@ -7,31 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from amct_fx import AmctError, analyze, cli, save_checkpoint, summarize
 from amct_fx.report import TrainingRecorder
 from test import cli_models
+from test.command_line import DATA, MODEL, PREPARED, plain, run
 
-MODEL = "test.cli_models:make"
-PREPARED = "test.cli_models:make_prepared"
-DATA = "test.cli_models:validation"
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Work in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, arguments)
-
-
-def plain(text: str) -> str:
-    """Return the words of a message in a box."""
-    return " ".join(text.replace("│", " ").split())
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 @pytest.fixture
