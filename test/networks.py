@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from amct_fx.graph import fx_graph_of
+
 
 def example(batch: int = 2, *, channels: int = 3, size: int = 8) -> Tensor:
     """Return a batch of images that is the same in every test."""
@@ -94,3 +96,9 @@ class Pyramid(nn.Module):
         small = torch.relu(self.down(large))
         a, b = self.norm(self.head(large)), self.norm(self.head(small))
         return self.first(a), self.second(b)
+
+
+def quantizer_targets(model: nn.Module) -> list[str]:
+    """Return the input quantizers in the order in which the graph calls them."""
+    nodes = fx_graph_of(model).nodes
+    return [str(n.target) for n in nodes if str(n.target).endswith("input_fake_quant")]
