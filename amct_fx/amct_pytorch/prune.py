@@ -147,10 +147,10 @@ def save_prune_retrain_model(
         model: The trained model, or ``DistributedDataParallel`` around it; it is not changed.
         save_path: Folder and prefix of the files ``<prefix>_deploy_model.onnx`` and
             ``<prefix>_fake_quant_model.onnx``.
-        input_data: Example input, or a tuple of the arguments of ``forward``.
-        input_names: Names of the inputs in the files.
-        output_names: Names of the outputs in the files.
-        dynamic_axes: Axes whose length may change, as for ``torch.onnx.export``.
+        input_data: As for :func:`save_quant_retrain_model`.
+        input_names: As for :func:`save_quant_retrain_model`.
+        output_names: As for :func:`save_quant_retrain_model`.
+        dynamic_axes: As for :func:`save_quant_retrain_model`.
 
     Raises:
         ArgumentError: ``save_path`` is too long, or names and axes cannot be used.
@@ -230,10 +230,10 @@ def save_compressed_retrain_model(
         model: As for :func:`save_prune_retrain_model`.
         record_file: Path of the record file: scales of quantized layers, and what was pruned.
         save_path: As for :func:`save_prune_retrain_model`.
-        input_data: As for :func:`save_prune_retrain_model`.
-        input_names: As for :func:`save_prune_retrain_model`.
-        output_names: As for :func:`save_prune_retrain_model`.
-        dynamic_axes: As for :func:`save_prune_retrain_model`.
+        input_data: As for :func:`save_quant_retrain_model`.
+        input_names: As for :func:`save_quant_retrain_model`.
+        output_names: As for :func:`save_quant_retrain_model`.
+        dynamic_axes: As for :func:`save_quant_retrain_model`.
 
     Raises:
         ConvertError: The model was never calibrated, or has diverged; names the layer.
