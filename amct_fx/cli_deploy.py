@@ -30,6 +30,7 @@ from amct_fx.cli_tools import (
     print_json,
     user_code,
 )
+from amct_fx.errors import ModelStateError
 from amct_fx.onnx import export_onnx, verify_onnx
 from amct_fx.onnx.arguments import FORMATS
 from amct_fx.prune import prune_plan
@@ -137,7 +138,7 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a trained model as an ONNX file: for onnxruntime, for Ascend's ATC, or simulated."""
-    network = load_source(source, model, cfg)
+    network = _trained(source, model, cfg)
     arguments = _arguments(network, inputs, data)
     with quiet_exporter(), explained(), user_code(source):
         export_onnx(
@@ -169,7 +170,7 @@ def verify(
 
     Ends with exit code 3 if some layer of the file computes something else.
     """
-    network = load_source(source, model, cfg)
+    network = _trained(source, model, cfg)
     arguments = _arguments(network, inputs, data)
     with quiet_exporter(), explained(), user_code(source):
         found = verify_onnx(file, network, arguments)
@@ -182,6 +183,18 @@ def verify(
         typer.echo(str(found))
     if not found.passed:
         raise typer.Exit(_DIFFERS)
+
+
+def _trained(source: str, factory: str | None, cfg: Path | None) -> nn.Module:
+    """Return the model that the arguments describe, if it can be exported."""
+    network = load_source(source, factory, cfg)
+    if not all(getattr(part, "is_calibrated", True) for part in network.modules()):
+        message = (
+            f"{source} was never calibrated; give the checkpoint of a trained model, which "
+            "amct_fx.save_checkpoint writes, or a factory that returns a trained model"
+        )
+        raise ModelStateError(message)
+    return network
 
 
 def _arguments(network: nn.Module, inputs: list[str] | None, data: str | None) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import json
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import torch
@@ -79,10 +81,36 @@ def find_object(name: str, option: str = "--model") -> Any:
         with _current_folder():
             return reduce(getattr, path.split("."), importlib.import_module(module))
     except (ModuleNotFoundError, AttributeError, ValueError, TypeError) as error:
-        message = f"{name!r} names nothing that can be imported as PKG.MOD:FACTORY: {error}"
+        message = (
+            f"{name!r} names nothing that can be imported as PKG.MOD:FACTORY: "
+            f"{_cause_and_remedy(name, error)}"
+        )
         raise typer.BadParameter(message, param_hint=option) from error
     except Exception as error:  # whatever the user's module raises
         raise _failed(name, error) from error
+
+
+def _cause_and_remedy(name: str, error: Exception) -> str:
+    """Return why a name cannot be imported, and what to write instead."""
+    module, colon, path = name.partition(":")
+    if module.endswith(".py") or "/" in module:
+        dotted = module.removesuffix(".py").lstrip("./").replace("/", ".")
+        return f"name the module as an import does, not its file: {dotted}:{path or 'FACTORY'}"
+    if not path:
+        return f"say what in the module: {module}:FACTORY" if colon else f"{name!r} has no colon"
+    if isinstance(error, ModuleNotFoundError) and error.name in _parents(module):
+        return f"{error}; start in the folder that {error.name} is imported from, or install it"
+    if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
+        names = [known for known in vars(error.obj) if not known.startswith("_")]
+        close = difflib.get_close_matches(error.name, names, n=1)
+        return f"{error}" + (f"; did you mean {close[0]!r}?" if close else "")
+    return str(error)
+
+
+def _parents(module: str) -> set[str]:
+    """Return a dotted name and all that stands before its dots."""
+    parts = module.split(".")
+    return {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
 
 
 def make_object(name: str, option: str) -> Any:
@@ -102,7 +130,8 @@ def make_model(name: str, option: str = "--model") -> nn.Module:
     """Return the model that ``pkg.mod:factory`` makes; the current folder can be imported from."""
     found = find_object(name, option)
     if not callable(found):  # a module is callable, too
-        message = f"{name!r} is a {type(found).__name__}, which makes no model"
+        kind = type(found).__name__
+        message = f"{name!r}, of type {kind}, makes no model; name a function or class that does"
         raise typer.BadParameter(message, param_hint=option)
     model = make_object(name, option)
     if not isinstance(model, nn.Module):
@@ -131,7 +160,7 @@ def load_source(
             f"{source} is a checkpoint, which holds no code: say what makes the float model, "
             "--model PKG.MOD:FACTORY"
             if Path(source).exists()
-            else f"there is no file {source!r}, and PKG.MOD:FACTORY has a colon"
+            else f"there is no file {source!r}; what makes a model is written PKG.MOD:FACTORY"
         )
         raise typer.BadParameter(message, param_hint="MODEL")
     if is_file and cfg is not None:
