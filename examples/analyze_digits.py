@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from amct_fx_demo.data import digits
 from example_tools import print_table
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 from train_digits import make_model, train
@@ -60,13 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     torch.manual_seed(0)
-    pixels, classes = load_digits(return_X_y=True)
-    images = torch.from_numpy(pixels / 16).float().view(-1, 1, 8, 8)
-    labels = torch.from_numpy(classes)
-    validation = list(zip(images[1::2].split(300), labels[1::2].split(300), strict=True))
+    (images, labels), held_out = digits()
+    validation = list(zip(*(tensor.split(300) for tensor in held_out), strict=True))
 
     float_model = make_model()
-    train(float_model, images[::2], labels[::2], epochs=options.epochs, lr=3e-3)
+    train(float_model, images, labels, epochs=options.epochs, lr=3e-3)
     prepared = amct_fx.prepare_qat_amct(float_model.eval(), INT4)
     with torch.no_grad():
         prepared(images[:128])  # finds the ranges
@@ -74,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = amct_fx.analyze(prepared, float_model, validation, metric=loss, greater_is_better=False)
     found.show()
 
-    recorder = fine_tune(prepared, images[::2], labels[::2], steps=options.steps)
+    recorder = fine_tune(prepared, images, labels, steps=options.steps)
     found.save_html(options.report, recorder=recorder, title="Digits with four-bit weights")
     trained = amct_fx.analyze(
         prepared, None, validation, metric=loss, greater_is_better=False, max_skips=0

@@ -25,16 +25,36 @@ def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def fit_classes(
-    model: nn.Module, inputs: Tensor, labels: Tensor, *, epochs: int, lr: float, batch: int = 64
+    model: nn.Module,
+    inputs: Tensor,
+    labels: Tensor,
+    *,
+    epochs: int,
+    lr: float,
+    batch: int = 64,
+    decay: bool = False,
 ) -> None:
-    """Train a classifier in place with AdamW; knows nothing of quantization."""
+    """Train a classifier in place with AdamW; knows nothing of pruning and quantization.
+
+    Args:
+        model: Returns logits ``[N, classes]``.
+        inputs: ``[N, ...]``.
+        labels: ``[N]``.
+        epochs: How often it sees each sample.
+        lr: Learning rate of the first epoch.
+        batch: Samples of a step.
+        decay: Bring the learning rate down to 0, by a cosine over the epochs.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    end = 0.0 if decay else lr
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(epochs, 1), end)
     model.train()
     for _ in range(epochs):
         for part in torch.randperm(len(inputs)).split(batch):
             optimizer.zero_grad()
             F.cross_entropy(model(inputs[part]), labels[part]).backward()
             optimizer.step()
+        schedule.step()
 
 
 @torch.no_grad()

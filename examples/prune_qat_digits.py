@@ -17,11 +17,9 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 import torch
-from example_tools import print_table
-from sklearn.datasets import load_digits
+from amct_fx_demo.data import Split, digits
+from example_tools import fit_classes, print_table, share_right
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
 import amct_fx
 
@@ -65,26 +63,6 @@ def make_model() -> nn.Sequential:
     )
 
 
-def train(model: nn.Module, images: Tensor, labels: Tensor, *, epochs: int, lr: float) -> None:
-    """Train ``model`` in place; knows nothing of pruning and quantization."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(epochs, 1))
-    model.train()
-    for _ in range(epochs):
-        for batch, target in DataLoader(TensorDataset(images, labels), 64, shuffle=True):
-            optimizer.zero_grad()
-            F.cross_entropy(model(batch), target).backward()
-            optimizer.step()
-        schedule.step()
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the share of right answers in eval mode."""
-    predictions = model.eval()(images).argmax(dim=1)
-    return float((predictions == labels).double().mean())
-
-
 def latency(path: Path, images: Tensor, *, repeats: int = 20) -> float:
     """Return the milliseconds that onnxruntime takes for one batch, the shortest of several."""
     session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
@@ -97,15 +75,13 @@ def latency(path: Path, images: Tensor, *, repeats: int = 20) -> float:
     return 1000 * min(times)
 
 
-def measured(
-    name: str, model: nn.Module, path: Path, test: tuple[Tensor, Tensor]
-) -> dict[str, object]:
+def measured(name: str, model: nn.Module, path: Path, test: Split) -> dict[str, object]:
     """Return accuracy, size and latency of a model and its file, a row of the table."""
     return {
         "model": name,
-        "accuracy": accuracy(model, *test),
+        "accuracy": share_right(model, *test),
         "file, KiB": f"{path.stat().st_size / 1024:.1f}",
-        "latency, ms": f"{latency(path, test[0][:64]):.2f}",
+        "latency, ms": f"{latency(path, test.images[:64]):.2f}",
     }
 
 
@@ -117,26 +93,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     torch.manual_seed(0)
-    pixels, classes = load_digits(return_X_y=True)
-    images = torch.from_numpy(pixels / 16).float().view(-1, 1, 8, 8)
-    labels = torch.from_numpy(classes)
-    train_set, test_set = (images[::2], labels[::2]), (images[1::2], labels[1::2])
-
+    train_set, test_set = digits()
+    images = train_set.images[:64]
     model = make_model()
-    train(model, *train_set, epochs=options.epochs, lr=3e-3)
+    fit_classes(model, *train_set, epochs=options.epochs, lr=3e-3, decay=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "float.onnx"
-        example = (images[:64],)
-        torch.onnx.export(model.eval(), example, path, external_data=False, dynamo=True)
+        torch.onnx.export(model.eval(), (images,), path, external_data=False, dynamo=True)
         rows = [measured("float", model, path, test_set)]
 
     print(amct_fx.prune_plan(model, CONFIG, images[:2]))
     pruned = amct_fx.prepare_qat_amct(model, CONFIG, images[:2])
-    train(pruned, *train_set, epochs=options.epochs, lr=1e-3)
+    fit_classes(pruned, *train_set, epochs=options.epochs, lr=1e-3, decay=True)
     pruned = amct_fx.convert_amct(pruned)
-    amct_fx.export_onnx(pruned, images[:64], options.output)
+    amct_fx.export_onnx(pruned, images, options.output)
     rows.append(measured("pruned INT8", pruned, Path(options.output), test_set))
-    print_table("Digits, held-out half; batches of 64 in onnxruntime", rows)
+    print_table("Digits, held-out third; batches of 64 in onnxruntime", rows)
 
 
 if __name__ == "__main__":

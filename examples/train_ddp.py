@@ -13,36 +13,15 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from example_tools import print_table
-from sklearn.datasets import load_digits
+from amct_fx_demo.data import digits
+from example_tools import print_table, share_right
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from train_digits import make_model
 
 import amct_fx
-
-
-def make_model() -> nn.Sequential:
-    """Return a small CNN for images ``[N, 1, 8, 8]``."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, 3, stride=2, padding=1),
-        nn.BatchNorm2d(32),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(32 * 4 * 4, 10),
-    )
-
-
-def digits() -> tuple[TensorDataset, TensorDataset]:
-    """Return the training and the test half of scikit-learn's digits."""
-    pixels, classes = load_digits(return_X_y=True)
-    images = torch.from_numpy(pixels / 16).float().view(-1, 1, 8, 8)
-    labels = torch.from_numpy(classes)
-    return TensorDataset(images[::2], labels[::2]), TensorDataset(images[1::2], labels[1::2])
 
 
 def train(model: nn.Module, data: TensorDataset, epochs: int) -> None:
@@ -57,13 +36,6 @@ def train(model: nn.Module, data: TensorDataset, epochs: int) -> None:
             optimizer.zero_grad()
             F.cross_entropy(model(images), labels).backward()
             optimizer.step()
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, data: TensorDataset) -> float:
-    """Return the share of right answers in eval mode."""
-    images, labels = data.tensors
-    return float((model.eval()(images).argmax(dim=1) == labels).double().mean())
 
 
 def clips(model: nn.Module) -> torch.Tensor:
@@ -83,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     train_set, test_set = digits()
     prepared = amct_fx.prepare_qat_amct(make_model(), "batch_num: 2")
     parallel = DistributedDataParallel(prepared)
-    train(parallel, train_set, options.epochs)
+    train(parallel, TensorDataset(*train_set), options.epochs)
 
     gathered = [torch.empty_like(clips(prepared)) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, clips(prepared))
@@ -92,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"clips equal on {len(gathered)} ranks: {equal}")
         converted = amct_fx.convert_amct(prepared)
         models = {"prepared": prepared, "converted": converted}
-        rows = [{"model": n, "accuracy": accuracy(m, test_set)} for n, m in models.items()]
+        rows = [{"model": n, "accuracy": share_right(m, *test_set)} for n, m in models.items()]
         print_table(f"Digits, trained on {len(gathered)} ranks", rows)
         if not equal:
             raise SystemExit(1)

@@ -11,8 +11,8 @@ import argparse
 from collections.abc import Sequence
 
 import torch
-from example_tools import print_table
-from sklearn.datasets import load_digits
+from amct_fx_demo.data import digits
+from example_tools import print_table, share_right
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -54,13 +54,6 @@ def train(model: nn.Module, images: Tensor, labels: Tensor, *, epochs: int, lr: 
             optimizer.step()
 
 
-@torch.no_grad()
-def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the share of right answers in eval mode."""
-    predictions = model.eval()(images).argmax(dim=1)
-    return float((predictions == labels).double().mean())
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train in float, train on with quantization, convert, export."""
     parser = argparse.ArgumentParser(description="Quantize a small CNN on the digits.")
@@ -69,25 +62,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     torch.manual_seed(0)
-    pixels, classes = load_digits(return_X_y=True)
-    images = torch.from_numpy(pixels / 16).float().view(-1, 1, 8, 8)
-    labels = torch.from_numpy(classes)
-    train_set, test_set = (images[::2], labels[::2]), (images[1::2], labels[1::2])
-
+    train_set, test_set = digits()
     model: nn.Module = make_model()
     train(model, *train_set, epochs=options.epochs, lr=3e-3)
-    float_accuracy = accuracy(model, *test_set)
+    float_accuracy = share_right(model, *test_set)
 
     model = amct_fx.prepare_qat_amct(model, CONFIG)
     train(model, *train_set, epochs=options.epochs, lr=3e-4)
     model = amct_fx.convert_amct(model)
-    torch.onnx.export(model, (images[:2],), options.output, external_data=False, dynamo=True)
+    torch.onnx.export(
+        model, (train_set.images[:2],), options.output, external_data=False, dynamo=True
+    )
 
     rows = [
         {"model": "float", "accuracy": float_accuracy},
-        {"model": "INT8", "accuracy": accuracy(model, *test_set)},
+        {"model": "INT8", "accuracy": share_right(model, *test_set)},
     ]
-    print_table(f"Digits, held-out half; the file is {options.output}", rows)
+    print_table(f"Digits, held-out third; the file is {options.output}", rows)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from example_tools import print_table
+from amct_fx_demo.data import digits
+from example_tools import print_table, share_right
 from lightning.pytorch import LightningModule, Trainer
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -51,11 +51,7 @@ class Digits(LightningModule):
 
 def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
     """Return the digits of scikit-learn for training and validation."""
-    pixels, classes = load_digits(return_X_y=True)
-    images = torch.from_numpy(pixels / 16).float().view(-1, 1, 8, 8)
-    labels = torch.from_numpy(classes)
-    train = TensorDataset(images[::2], labels[::2])
-    test = TensorDataset(images[1::2], labels[1::2])
+    train, test = (TensorDataset(*split) for split in digits())
     return DataLoader(train, 64, shuffle=True), DataLoader(test, 512)
 
 
@@ -90,12 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         callback = QATCallback("batch_num: 2", attribute="model", schedule=schedule, record_every=5)
         prepared = fit(module, options.epochs, [callback], folder)
     converted = amct_fx.convert_amct(module.model)
-    batches = list(loaders()[1])
-    right = sum(int((converted(x).argmax(1) == y).sum()) for x, y in batches)
     rows = [
         {"model": "float", "accuracy": floating},
         {"model": "prepared", "accuracy": prepared},
-        {"model": "converted", "accuracy": right / sum(len(y) for _, y in batches)},
+        {"model": "converted", "accuracy": share_right(converted, *digits().held_out)},
     ]
     print_table("Digits in Lightning", rows)
     print(callback.recorder)
