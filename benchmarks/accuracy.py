@@ -58,7 +58,7 @@ def freeze_batch_norms(model: nn.Module) -> None:
 def result(method: Method, task: Task, model: nn.Module, bits: int, seed: int) -> float:
     """Return the score of one method with one seed."""
     torch.manual_seed(seed)
-    batch = task.data.train_inputs[: task.batch]
+    batch = task.data.train_inputs[: task.calibration]
     quantized = method.prepare(copy.deepcopy(model), batch, bits)
     if method.trains:
         train(quantized, task, method.groups(quantized), epochs=task.epochs, lr=task.lr)

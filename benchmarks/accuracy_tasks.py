@@ -25,6 +25,7 @@ class Task:
         lr: Of AdamW at the start, going down to 0 by a cosine.
         float_epochs: Of the float training, with ten times the learning rate.
         batch: Samples in a batch.
+        calibration: Samples that find the first ranges.
         freeze_bn: Keep the statistics of batch norms, for small sets.
     """
 
@@ -35,6 +36,7 @@ class Task:
     lr: float = 3e-4
     float_epochs: int = 20
     batch: int = 64
+    calibration: int = 64
     freeze_bn: bool = False
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
@@ -176,7 +178,10 @@ class CharacterModel(nn.Module):
 
 def photograph_task() -> Task:
     """Return EfficientNet-Lite0, to agree with itself in float on crops of photographs."""
-    train, test = datasets.photographs(size=128, crops=12)
+    names = (*datasets.PHOTOGRAPHS, *datasets.MORE_PHOTOGRAPHS)
+    train, test = datasets.photographs(size=96, crops=12, test_crops=48, names=names)
+    # Crops of one photograph stand together, and a batch should hold several.
+    train = train[torch.randperm(len(train), generator=torch.Generator().manual_seed(0))]
     model = efficientnet_lite.pretrained()
     with torch.no_grad():
         train_logits, test_logits = model(train), model(test)
@@ -185,10 +190,11 @@ def photograph_task() -> Task:
         "EfficientNet-Lite0, photographs",
         efficientnet_lite.pretrained,
         data,
-        epochs=4,
-        lr=1e-5,
+        epochs=1,
+        lr=3e-5,
         float_epochs=0,
-        batch=16,
+        batch=8,
+        calibration=32,
         freeze_bn=True,
     )
 

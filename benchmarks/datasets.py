@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,35 +87,51 @@ PHOTOGRAPHS = (
     "rocket.jpg",
     "ihc.png",
 )
+#: More of them, most without colours.
+MORE_PHOTOGRAPHS = (
+    "hubble_deep_field.jpg",
+    "brick.png",
+    "camera.png",
+    "grass.png",
+    "gravel.png",
+    "coins.png",
+    "moon.png",
+    "clock_motion.png",
+)
 
 
-def photographs(size: int = 160, crops: int = 24) -> tuple[Tensor, Tensor]:
+def photographs(
+    size: int, crops: int, test_crops: int, names: Sequence[str] = PHOTOGRAPHS
+) -> tuple[Tensor, Tensor]:
     """Return crops ``[N, 3, size, size]`` of bundled photographs: to train with, and to test with.
 
     The test crops are of other photographs than those to train with. Values from -1 to 1.
 
     Args:
         size: Height and width of a crop.
-        crops: Random crops of each photograph.
+        crops: Random crops of each photograph to train with.
+        test_crops: Random crops of each photograph to test with.
+        names: Files of scikit-image to take beside the two photographs of scikit-learn.
     """
     train, test = [], []
     generator = torch.Generator().manual_seed(0)
-    for index, image in enumerate(_bundled_images()):
-        part = test if index % 3 == 2 else train
-        part += [_crop(image, size, generator) for _ in range(crops)]
+    for index, image in enumerate(_bundled_images(names)):
+        part, count = (test, test_crops) if index % 3 == 2 else (train, crops)
+        part += [_crop(image, size, generator) for _ in range(count)]
     return torch.stack(train), torch.stack(test)
 
 
-def _bundled_images() -> list[Tensor]:
+def _bundled_images(names: Sequence[str]) -> list[Tensor]:
     import skimage
     from skimage.io import imread
     from sklearn.datasets import load_sample_images
 
     folder = Path(skimage.__file__).parent / "data"
     images = [np.asarray(image) for image in load_sample_images().images]
-    images += [imread(folder / name) for name in PHOTOGRAPHS]
+    images += [imread(folder / name) for name in names]
+    coloured = (image if image.ndim == 3 else np.stack([image] * 3, -1) for image in images)
     return [
-        torch.from_numpy(image[..., :3].copy()).permute(2, 0, 1) / 127.5 - 1 for image in images
+        torch.from_numpy(image[..., :3].copy()).permute(2, 0, 1) / 127.5 - 1 for image in coloured
     ]
 
 

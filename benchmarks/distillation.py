@@ -106,7 +106,7 @@ def with_labels(make: Callable[[], nn.Module], data: datasets.Dataset, name: str
 
 def photographs() -> Task:
     """Take EfficientNet-Lite0 and a few crops of photographs; the test has other photographs."""
-    train, test = datasets.photographs(size=96, crops=16)
+    train, test = datasets.photographs(size=96, crops=16, test_crops=16)
     chosen = train[torch.randperm(len(train))[:64]]
     teacher = efficientnet_lite.pretrained().eval()
     return Task(
