@@ -102,7 +102,7 @@ def _cause_and_remedy(name: str, error: Exception) -> str:
         return f"{error}; start in the folder that {error.name} is imported from, or install it"
     if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
         names = [known for known in vars(error.obj) if not known.startswith("_")]
-        close = difflib.get_close_matches(error.name, names, n=1)
+        close = difflib.get_close_matches(str(error.name), names, n=1)
         return f"{error}" + (f"; did you mean {close[0]!r}?" if close else "")
     return str(error)
 
