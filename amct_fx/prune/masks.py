@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amct_fx.config import M4N2PruneConfig, PruneConfig
+from amct_fx.graph.region import GraphForward
 from amct_fx.nn.become import drop_reparametrization
 from amct_fx.nn.parametrized import parametrized_names
+from amct_fx.prune.graph_masks import fold_graph_masks, mask_in_graph, masked_parameters
 from amct_fx.prune.parametrization import WeightMask, detach_hooks, filter_norm, m4n2
 
 if TYPE_CHECKING:
@@ -59,8 +61,12 @@ def attach_filter_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
         masks: By name of the parameter, broadcastable to it.
     """
     for name, mask in masks.items():
-        owner, _, parameter = name.rpartition(".")
-        filter_norm(model.get_submodule(owner), parameter, mask)
+        path, _, parameter = name.rpartition(".")
+        owner = model.get_submodule(path)
+        if isinstance(owner, GraphForward):
+            mask_in_graph(owner, parameter, mask)
+        else:
+            filter_norm(owner, parameter, mask)
 
 
 def keep_zeros(optimizer: Optimizer, model: nn.Module) -> RemovableHandle:
@@ -95,6 +101,9 @@ def keep_zeros(optimizer: Optimizer, model: nn.Module) -> RemovableHandle:
                 for part in chain:
                     if isinstance(part, WeightMask):
                         chain.original.mul_(part.mask)
+            for module in model.modules():
+                for parameter, mask in masked_parameters(module):
+                    parameter.mul_(mask)
 
     return optimizer.register_step_post_hook(zero)
 
@@ -113,7 +122,9 @@ def fold_masks(model: nn.Module) -> None:
         >>> type(layer) is nn.Linear, int((layer.weight == 0).sum())
         (True, 4)
     """
-    for module in model.modules():
+    for module in list(model.modules()):
+        if isinstance(module, GraphForward):
+            fold_graph_masks(module)
         if _masked(module):
             drop_reparametrization(module)
             detach_hooks(module)

@@ -102,8 +102,6 @@ def layer_call(walk: Walk, node: fx.Node, kind: str) -> Call | None:
     layer = walk.model.get_submodule(owner)
     # a subclass of a layer that was traced into, or a function on the weight of a layer
     path = owner if isinstance(layer, _CLASSES) and layer.weight is weight else None
-    if path is None and layer in walk.roots:
-        return None  # a traced part cannot mask a parameter of its own
     name = node.name if path is None else path
     return Call(node, name, path, kind, arguments.get("input"), weight, bias, groups)
 
@@ -139,7 +137,7 @@ def _layer(walk: Walk, node: fx.Node, kind: str) -> None:
     call = layer_call(walk, node, kind)
     shape = None if call is None else walk.shape(call.source)
     if call is None or shape is None:
-        text = "its weight is computed, or is not the weight of a layer such as nn.Conv2d"
+        text = "its weight is computed, or it has a bias that is no parameter"
         walk.pin_inputs(node, "functional_weight", text)
         return
     walk.calls.setdefault(call.name, node)
@@ -254,6 +252,9 @@ def _is_matmul(call: Call, rank: int) -> bool:
 def _why_not_enabled(walk: Walk, call: Call) -> Pin:
     if isinstance(walk.settings.get(call.name), M4N2PruneConfig):
         return Pin("kind_m4n2", call.node.name, f"{call.name} has 2:4 sparsity, not filter pruning")
+    if call.path is None:
+        text = f"no setting reaches the function {call.name}, which has no name in a file"
+        return Pin("functional_weight", call.node.name, text)
     text = f"{call.name} is skipped, or no setting reaches it"
     return Pin("coupled_to_skipped", call.node.name, text)
 

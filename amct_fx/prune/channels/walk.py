@@ -138,7 +138,6 @@ class Walk:
         self._bound: dict[int, set[str]] = {}
         self._fixed_tensors: dict[int, Pin] = {}
         self._tainted: set[fx.Graph] = set()
-        self.roots = {region.module for region in self.regions}
         self._region_of = {region.graph: region for region in self.regions}
 
     def region(self, node: fx.Node) -> Region:
