@@ -187,7 +187,8 @@ def _site_member(walk: Walk, site: Site, positions: tuple[tuple[int, ...], ...])
 
 
 def _consumers(members: Sequence[Member]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(member.layer for member in members if member.role == "column"))
+    columns = [member for member in members if member.role == "column"]
+    return tuple(dict.fromkeys(member.layer or member.parameter for member in columns))
 
 
 def _pinned(walk: Walk, groups: Sequence[PruneGroup]) -> tuple[PinnedLayer, ...]:

@@ -173,6 +173,49 @@ class Builder:
         text = f"affine{index}[{place}]({number})->{c}"
         self.add(text, lambda net, v: run(v[number], net.scales[place]), c)
 
+    def functional(self) -> None:
+        """Call a function on parameters of the network itself."""
+        source = self.pick()
+        c, number = source.channels, source.number
+        out = self.integer(2, 6)
+        forms: list[tuple[tuple[int, ...], int, Callable[[Tensor, Tensor], Tensor]]] = [
+            ((out, c, 1, 1), out, F.conv2d),
+            ((c, 1, 3, 3), c, lambda x, p: F.conv2d(x, p, padding=1, groups=c)),
+            ((c, out, 1, 1), out, F.conv_transpose2d),
+            ((out, c), out, lambda x, p: torch.einsum("nchw,oc->nohw", x, p)),
+            ((c, out), out, lambda x, p: (x.permute(0, 2, 3, 1) @ p.relu()).permute(0, 3, 1, 2)),
+            ((out, c), out, lambda x, p: F.linear(x.movedim(1, 3), p).movedim(3, 1)),
+            ((SIDE, SIDE), c, lambda x, p: p @ x),
+            ((c,), c, lambda x, p: torch.einsum("nchw,c->nchw", x, p)),
+            ((c,), c, lambda x, p: F.group_norm(x, c, p)),
+            ((c,), c, F.prelu),
+        ]
+        index = self.integer(0, len(forms) - 1)
+        shape, channels, run = forms[index]
+        old = [i for i, scale in enumerate(self.net.scales) if tuple(scale.shape) == shape]
+        place = old[0] if old and self.integer(0, 3) == 0 else self.net.parameter(*shape)
+        text = f"functional{index}[{place}]({number})->{channels}"
+        self.add(text, lambda net, v: run(v[number], net.scales[place]), channels)
+
+    def parts(self) -> None:
+        """Take parts of the channels, or of the other axes."""
+        source = self.pick()
+        c = source.channels
+        last = self.integer(1, c)
+        forms: list[tuple[int, Callable[[Tensor], Tensor]]] = [
+            (last, lambda x: x.narrow(1, c - last, last)),
+            (last, lambda x: torch.narrow(x, -3, 0, last)),
+            (c, lambda x: torch.cat([x.tensor_split((last,), 1)[i] for i in (1, 0)], 1)),
+            (c, lambda x: x[:, :, [3, 1, 0, 2]]),
+            (c, lambda x: x.index_select(3, torch.tensor([3, 1, 0, 2]))),
+            (c, lambda x: x.select(2, 1).unsqueeze(2).expand(-1, -1, SIDE, -1)),
+        ]
+        if c > 4:
+            forms += [(-(-c // 3), lambda x: x.chunk(3, 1)[0])]
+        index = self.integer(0, len(forms) - 1)
+        channels, run = forms[index]
+        self.function(f"parts{index}", run, source, channels=channels)
+
     def concat(self) -> None:
         sources = [self.pick() for _ in range(self.integer(2, 3))]
         total = sum(source.channels for source in sources)
@@ -275,7 +318,7 @@ STEPS = (
     *(Builder.conv, Builder.conv, Builder.conv, Builder.depthwise, Builder.deconv, Builder.norm),
     *(Builder.unary, Builder.binary, Builder.binary, Builder.gate, Builder.concat, Builder.halves),
     *(Builder.split, Builder.shuffle, Builder.linear, Builder.attention, Builder.again),
-    *(Builder.flat_head, Builder.affine, Builder.affine),
+    *(Builder.flat_head, Builder.affine, Builder.functional, Builder.parts),
 )
 
 

@@ -46,6 +46,8 @@ class Functional(nn.Module):
         self.linear_weight = nn.Parameter(torch.rand(4, 8))
         self.input_weight = nn.Parameter(torch.rand(8, 4))
         self.gamma, self.beta = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8))
+        self.mixing, self.square = nn.Parameter(torch.rand(5, 5)), nn.Parameter(torch.rand(8, 8))
+        self.slope = nn.Parameter(torch.rand(1))
         self.register_buffer("mean", torch.rand(8))
         self.register_buffer("var", torch.rand(8) + 1)
         self.holder = Holder()
@@ -71,7 +73,51 @@ IMAGES: dict[str, Forward] = {
 }
 
 
-FORMS = {**IMAGES}
+NORMS: dict[str, Forward] = {
+    "batch_norm": lambda m, x: m.out(
+        F.batch_norm(m.a(x), m.mean, m.var, m.gamma, m.beta, m.training)
+    ),
+    "instance_norm": lambda m, x: m.out(F.instance_norm(m.a(x), weight=m.gamma, bias=m.beta)),
+    "group_norm": lambda m, x: m.out(F.group_norm(m.a(x), 8, m.gamma, m.beta)),
+    "group_norm_pairs": lambda m, x: m.out(F.group_norm(m.a(x), num_groups=4, weight=m.gamma)),
+    "group_norm_plain": lambda m, x: m.out(torch.group_norm(m.a(x), 4)),
+    "layer_norm_width": lambda m, x: m.out(F.layer_norm(m.a(x), (16,))),
+    "rms_norm_width": lambda m, x: m.out(F.rms_norm(m.a(x), (16, 16))),
+    "prelu": lambda m, x: m.out(F.prelu(m.a(x), m.gamma)),
+    "prelu_method": lambda m, x: m.out(m.a(x).prelu(m.gamma)),
+    "prelu_scalar": lambda m, x: m.out(F.prelu(m.a(x), m.slope)),
+}
+PRODUCTS: dict[str, Forward] = {
+    "matmul": lambda m, x: m.a(x) @ m.input_weight,
+    "matmul_turned": lambda m, x: torch.matmul(m.a(x), m.linear_weight.t()),
+    "mm": lambda m, x: torch.mm(m.a(x)[:, 0], m.linear_weight.transpose(0, 1)),
+    "from_the_left": lambda m, x: m.linear_weight @ m.a(x).relu().transpose(1, 2),
+    "vector": lambda m, x: m.a(x) @ m.gamma,
+    "linear_of_a_view": lambda m, x: F.linear(m.a(x), m.input_weight.t(), m.conv_bias),
+    "einsum": lambda m, x: torch.einsum("btc,oc->bto", m.a(x), m.linear_weight),
+    "einsum_dots": lambda m, x: torch.einsum("...c, oc -> o...", m.a(x).exp(), m.linear_weight),
+    "einsum_of_three": lambda m, x: torch.einsum("btc,c,co->bto", m.a(x), m.gamma, m.input_weight),
+    "einsum_without_result": lambda m, x: torch.einsum("btc,c", m.a(x), m.gamma),
+    "scaled_weight": lambda m, x: m.a(x) @ (m.input_weight * m.gamma[:, None]),
+}
+CARRIED: dict[str, Forward] = {
+    "tokens": lambda m, x: m.out(m.mixing @ m.a(x)),
+    "einsum_tokens": lambda m, x: m.out(torch.einsum("st,btc->bsc", m.mixing, m.a(x))),
+    "einsum_scale": lambda m, x: m.out(torch.einsum("btc,c->btc", m.a(x), m.gamma)),
+    "einsum_order": lambda m, x: m.out(torch.einsum("btc->cbt", m.a(x)).permute(1, 2, 0)),
+    "einsum_each": lambda m, x: m.out(torch.einsum("btc,st,c->bsc", m.a(x), m.mixing, m.beta)),
+}
+STAYS: dict[str, Forward] = {
+    "sum": lambda m, x: torch.einsum("btc->bt", m.a(x)),
+    "function_of_weight": lambda m, x: m.a(x) @ m.input_weight.exp(),
+    "weight_read_again": lambda m, x: m.a(x) @ m.input_weight + m.input_weight.sum(),
+    "logarithm": lambda m, x: (
+        m.a(x) @ m.input_weight + m.out(m.a(x) * m.input_weight[:, 0].abs().log())
+    ),
+    "diagonal": lambda m, x: torch.einsum("btc,cc->bt", m.a(x), m.square),
+    "standardized": lambda m, x: m.a(x) @ (m.input_weight - m.input_weight.mean(0)),
+}
+FORMS = {**IMAGES, **NORMS, **PRODUCTS, **CARRIED, **STAYS}
 
 
 def planned(form: str, tokens: bool = False) -> tuple[nn.Module, Any]:
@@ -92,8 +138,29 @@ def test_channels_end_at_a_function_on_a_parameter(form: str) -> None:
     assert_trains_as_pruned(model, IMAGE)
 
 
+@pytest.mark.parametrize("form", NORMS)
+def test_a_functional_norm_follows_the_channels(form: str) -> None:
+    model, plan = planned(form)
+    assert len(kept(plan)["a"]) == 4
+    assert_trains_as_pruned(model, IMAGE)
+
+
+@pytest.mark.parametrize("form", [*PRODUCTS, *CARRIED])
+def test_products_with_parameters_end_or_carry_channels(form: str) -> None:
+    model, plan = planned(form, tokens=True)
+    assert len(kept(plan)["a"]) == 4
+    assert plan.macs_after < plan.macs
+    assert_trains_as_pruned(model, TOKENS)
+
+
+@pytest.mark.parametrize("form", STAYS)
+def test_other_products_keep_the_channels(form: str) -> None:
+    assert kept(planned(form, tokens=True)[1]) == {}
+
+
 def assert_trains_as_pruned(model: nn.Module, x: Tensor) -> None:
     """Train the masked model and the one that was cut first; both must stay equal."""
+    model, x = copy.deepcopy(model).double(), x.double()
     masked = prepare_qat_amct(model, CFG, x)
     cut = prepare_qat_amct(model, CFG, x, apply="prepare")
     for net in (masked, cut):
@@ -105,12 +172,13 @@ def assert_trains_as_pruned(model: nn.Module, x: Tensor) -> None:
             net(x).square().mean().backward()
             optimizer.step()
         handle.remove()
+        net.eval()
     for again in (pickle.loads(pickle.dumps(masked)), copy.deepcopy(masked)):
         assert torch.equal(again(x), masked(x))
-    expected = masked.eval()(x)
+    expected = masked(x)
     converted = convert_amct(masked)
-    assert (converted(x) - expected).abs().max() <= 1e-5 * expected.abs().max()
-    assert (converted(x) - cut.eval()(x)).abs().max() <= 1e-5 * expected.abs().max()
+    assert (converted(x) - expected).abs().max() <= 1e-9 * expected.abs().max()
+    assert (converted(x) - cut(x)).abs().max() <= 1e-9 * expected.abs().max()
     shapes = {name: p.shape for name, p in converted.named_parameters()}
     assert shapes == {name: p.shape for name, p in convert_amct(cut).named_parameters()}
 

@@ -57,7 +57,11 @@ def elementwise(walk: Walk, node: fx.Node) -> None:
     )
     walk.spaces[node] = out
     walk.steps.append(Joined(node, tuple(joined), out))
-    if is_singular(walk, node) and not is_made_of_parameters(walk, node):
+    masked = [v for v in joined if is_made_of_parameters(walk, v) and _space(walk, v).zero]
+    if masked and (is_singular(walk, node) or not is_made_of_parameters(walk, node)):
+        text = f"masked entries of {masked[0].name} would not be harmless here"
+        walk.pin(node, [main], "functional_weight", text)
+    elif is_singular(walk, node) and not is_made_of_parameters(walk, node):
         walk.atoms.forbid_row_masks(out.atoms)
     if not out.zero and _in_place(walk, node):
         walk.taint(node)

@@ -12,6 +12,8 @@ from torch.nn.utils import parametrize
 
 from amct_fx.config import M4N2PruneConfig
 from amct_fx.prune.channels.atoms import Pin
+from amct_fx.prune.channels.contractions import linear_letters, multiply
+from amct_fx.prune.channels.parameters import is_made_of_parameters
 from amct_fx.prune.channels.sites import Site, SiteKey
 from amct_fx.prune.channels.space import Record, Space
 from amct_fx.prune.channels.steps import Columns, Rows, SetAttribute, SetGroups, Spread
@@ -136,6 +138,8 @@ def linear(walk: Walk, node: fx.Node) -> None:
 def _layer(walk: Walk, node: fx.Node, kind: str) -> None:
     call = layer_call(walk, node, kind)
     shape = None if call is None else walk.shape(call.source)
+    if call is None and node.target is F.linear and _is_product(walk, node):
+        return
     if call is None or shape is None:
         text = "its weight is computed, or it has a bias that is no parameter"
         walk.pin_inputs(node, "functional_weight", text)
@@ -156,6 +160,19 @@ def _layer(walk: Walk, node: fx.Node, kind: str) -> None:
         return
     _consume(walk, call, space)
     _produce(walk, call, len(walk.shape(node) or shape))
+
+
+def _is_product(walk: Walk, node: fx.Node) -> bool:
+    """Handle ``F.linear`` on a view of a parameter as the product that it is, if it is one."""
+    given = {**dict(zip(_CONV, node.args, strict=False)), **node.kwargs}
+    source, weight, bias = (given.get(name) for name in _CONV[:3])
+    space = walk.space(source)
+    if space is None or space.axis != space.atoms.dim() - 1 or walk.space(bias) is not None:
+        return False
+    if not is_made_of_parameters(walk, weight):
+        return False
+    multiply(walk, node, (source, weight), linear_letters(walk, source, weight))
+    return True
 
 
 def _consume(walk: Walk, call: Call, space: Space | None) -> None:

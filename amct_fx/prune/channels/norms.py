@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
@@ -12,13 +13,13 @@ from amct_fx.prune.channels import elementwise
 from amct_fx.prune.channels.atoms import Pin
 from amct_fx.prune.channels.sites import Site, SiteKey
 from amct_fx.prune.channels.space import Space
-from amct_fx.prune.channels.steps import Attach, Joined
+from amct_fx.prune.channels.steps import Attach, Joined, SetGroups
 from amct_fx.prune.channels.walk import Walk, fixed_atoms, is_along
 
 if TYPE_CHECKING:
     from amct_fx.prune.channels.elementwise import Handler
 
-__all__ = ["BY_NAME", "FUNCTIONS", "MODULES"]
+__all__ = ["BY_NAME", "FUNCTIONS", "METHODS", "MODULES"]
 
 
 def attach(
@@ -89,13 +90,12 @@ def functional_batch_norm(walk: Walk, node: fx.Node) -> None:
     """Attach the tensors of ``F.batch_norm`` or ``F.instance_norm``."""
     names = ("input", "running_mean", "running_var", "weight", "bias")
     arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    given = [arguments.get(name) for name in names[1:] if arguments.get(name) is not None]
-    tensors = [walk.owned_tensor(value) for value in given]
+    tensors = _owned(walk, [arguments.get(name) for name in names[1:]])
     space = _input_space(walk, node)
-    if any(tensor is None for tensor in tensors) or _elsewhere(space) or not node.args:
+    if tensors is None or _elsewhere(space):
         walk.pin_inputs(node, "norm_statistics", "its parameters are computed")
         return
-    attach(walk, node, space, [tensor for tensor in tensors if tensor is not None])
+    attach(walk, node, space, tensors)
 
 
 def group_norm(walk: Walk, node: fx.Node) -> None:
@@ -108,17 +108,44 @@ def group_norm(walk: Walk, node: fx.Node) -> None:
         )
         return
     block = module.num_channels // module.num_groups
-    if space is not None:
-        rows = space.atoms.reshape(module.num_groups, block)
-        pin = Pin("norm_statistics", node.name, "its groups are normalised together")
-        for column in range(1, block):
-            walk.atoms.join(rows[:, 0], rows[:, column], pin)
+    _join_groups(walk, node, space, module.num_groups)
     name = walk.name(node)
     tensors = [tensor for tensor in (module.weight, module.bias) if tensor is not None]
     attach(walk, node, space, tensors, ((name, "num_channels"),))
     if space is not None:
         groups = ((name, "num_groups"),)
         walk.steps.append(Attach(node, node.args[0], space, (), groups, block))
+
+
+def _join_groups(walk: Walk, node: fx.Node, space: Space | None, groups: int) -> None:
+    """Let the channels of each group live together."""
+    if space is not None:
+        rows = space.atoms.reshape(groups, -1)
+        pin = Pin("norm_statistics", node.name, "its groups are normalised together")
+        for column in range(1, rows.shape[1]):
+            walk.atoms.join(rows[:, 0], rows[:, column], pin)
+
+
+def functional_group_norm(walk: Walk, node: fx.Node) -> None:
+    """Do the same for ``F.group_norm``, whose number of groups stands in the graph."""
+    names = ("input", "num_groups", "weight", "bias")
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    groups, space = walk.fact(given.get("num_groups")), _input_space(walk, node)
+    tensors = _owned(walk, [given.get("weight"), given.get("bias")])
+    if tensors is None or not isinstance(groups, int) or _elsewhere(space):
+        walk.pin_inputs(node, "norm_statistics", "its parameters are computed")
+        return
+    _join_groups(walk, node, space, groups)
+    attach(walk, node, space, tensors)
+    if space is not None:
+        block = space.atoms.numel() // groups
+        walk.steps.append(SetGroups(node, given["input"], 1, "num_groups", block))
+
+
+def _owned(walk: Walk, values: list[Any]) -> list[Tensor] | None:
+    """Return the parameters that are given, ``None`` if one of them is computed."""
+    tensors = [walk.owned_tensor(value) for value in values if value is not None]
+    return None if None in tensors else [tensor for tensor in tensors if tensor is not None]
 
 
 def layer_norm(walk: Walk, node: fx.Node) -> None:
@@ -155,9 +182,27 @@ def _over_last_axes(walk: Walk, node: fx.Node, normalised: int) -> None:
 def prelu(walk: Walk, node: fx.Node) -> None:
     """Attach the slopes of a PReLU; one slope for all passes."""
     module: Any = walk.module(node)
+    if parametrize.is_parametrized(module):
+        walk.pin_inputs(node, "norm_statistics", "its slopes are computed")
+        return
+    _slopes(walk, node, module.weight, ((walk.name(node), "num_parameters"),))
+
+
+def functional_prelu(walk: Walk, node: fx.Node) -> None:
+    """Do the same for ``F.prelu``."""
+    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
+    weight = walk.owned_tensor(given)
+    if weight is None:
+        walk.pin_inputs(node, "norm_statistics", "its slopes are computed")
+        return
+    _slopes(walk, node, weight)
+
+
+def _slopes(
+    walk: Walk, node: fx.Node, weight: Tensor, attributes: tuple[tuple[str, str], ...] = ()
+) -> None:
     source: Any = node.args[0] if node.args else node.kwargs.get("input")
     space = walk.space(source)
-    weight = module.weight
     if weight.numel() == 1:
         if space is None:
             walk.settle(node, None, node.all_input_nodes)
@@ -167,10 +212,10 @@ def prelu(walk: Walk, node: fx.Node) -> None:
         walk.steps.append(Joined(node, (source,), space))
         return
     along = _input_space(walk, node)
-    if parametrize.is_parametrized(module) or _elsewhere(along):
+    if _elsewhere(along):
         walk.pin_inputs(node, "norm_statistics", "its slopes lie on another axis than the channels")
         return
-    attach(walk, node, along, [weight], ((walk.name(node), "num_parameters"),))
+    attach(walk, node, along, [weight], attributes)
     if along is not None:
         walk.spaces[node] = along  # 0 stays 0
 
@@ -210,4 +255,12 @@ FUNCTIONS: dict[Any, Handler] = {
     F.batch_norm: functional_batch_norm,
     F.instance_norm: functional_batch_norm,
     F.layer_norm: functional_layer_norm,
+    torch.layer_norm: functional_layer_norm,
+    F.group_norm: functional_group_norm,
+    torch.group_norm: functional_group_norm,
+    F.prelu: functional_prelu,
+    torch.prelu: functional_prelu,
 }
+if hasattr(F, "rms_norm"):
+    FUNCTIONS |= {F.rms_norm: functional_layer_norm, torch.rms_norm: functional_layer_norm}
+METHODS: dict[str, Handler] = {"prelu": functional_prelu}

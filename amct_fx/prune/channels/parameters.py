@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from amct_fx.prune.channels.atoms import Pin
-from amct_fx.prune.channels.sites import Site, SiteKey
+from amct_fx.prune.channels.sites import Role, Site, SiteKey
 from amct_fx.prune.channels.steps import Misfit, Replay, Step, along_axis
 from amct_fx.prune.channels.walk import Walk, channel_space
 
@@ -95,7 +95,9 @@ def _tensors(walk: Walk, node: fx.Node) -> list[fx.Node]:
     return [value for value in node.all_input_nodes if walk.makes_tensors(value)]
 
 
-def follow(walk: Walk, node: fx.Node, main: fx.Node, value: fx.Node, axis: int) -> bool:
+def follow(
+    walk: Walk, node: fx.Node, main: fx.Node, value: fx.Node, axis: int, *, summed: bool = False
+) -> bool:
     """Let a value made of parameters have the channels that it meets.
 
     Args:
@@ -104,6 +106,7 @@ def follow(walk: Walk, node: fx.Node, main: fx.Node, value: fx.Node, axis: int) 
         main: A value with channels.
         value: The value made of parameters.
         axis: Its axis along which the channels of ``main`` are removed.
+        summed: The channels end there, so the entries of those that go must be masked.
 
     Returns:
         Whether it has them now; if not, ``main`` must be pinned.
@@ -111,7 +114,9 @@ def follow(walk: Walk, node: fx.Node, main: fx.Node, value: fx.Node, axis: int) 
     space = walk.space(main)
     assert space is not None
     rows = space.atoms.movedim(space.axis, -1).reshape(-1, space.atoms.shape[space.axis])
-    if walk.space(value) is None and not _lay(walk, node, main, value, axis, rows[0]):
+    if walk.space(value) is None and not _lay(
+        walk, node, main, value, axis, rows[0], "column" if summed else "attached"
+    ):
         return False
     own = walk.space(value)
     if own is None or own.axes != (axis,) or own.atoms.numel() != rows.shape[1]:
@@ -124,7 +129,13 @@ def follow(walk: Walk, node: fx.Node, main: fx.Node, value: fx.Node, axis: int) 
 
 
 def _lay(
-    walk: Walk, node: fx.Node, main: fx.Node, value: fx.Node, axis: int, atoms: Tensor
+    walk: Walk,
+    node: fx.Node,
+    main: fx.Node,
+    value: fx.Node,
+    axis: int,
+    atoms: Tensor,
+    role: Role,
 ) -> bool:
     """Give the parameters that a value is made of the channels, and follow them to it again."""
     from amct_fx.prune.channels.rules import handle
@@ -140,8 +151,8 @@ def _lay(
     for leaf in found:
         tensor = walk.owned_tensor(leaf.node)
         assert tensor is not None
-        key = walk.bind(leaf.node, Site("", "", leaf.axis, "attached", atoms), tensor)
-        laid = channel_space(atoms, tensor.dim(), leaf.axis, zero=False)
+        key = walk.bind(leaf.node, Site("", "", leaf.axis, role, atoms), tensor)
+        laid = channel_space(atoms, tensor.dim(), leaf.axis, zero=role == "column")
         walk.spaces[leaf.node] = laid
         walk.steps.append(Laid(leaf.node, main, space, laid, key))
     for other in later:

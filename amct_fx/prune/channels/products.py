@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from amct_fx.prune.channels.atoms import Pin
+from amct_fx.prune.channels.contractions import multiply, product_letters
+from amct_fx.prune.channels.parameters import is_made_of_parameters
 from amct_fx.prune.channels.space import Space
 from amct_fx.prune.channels.steps import Misfit, Replay, Step
 from amct_fx.prune.channels.walk import LayerUse, Walk
@@ -78,6 +80,9 @@ def matmul(walk: Walk, node: fx.Node) -> None:
         return
     left: Any = operands[0]
     right: Any = operands[1]
+    if any(is_made_of_parameters(walk, value) for value in operands):
+        multiply(walk, node, (left, right), product_letters(walk, left, right))
+        return
     shapes = [walk.shape(left), walk.shape(right)]
     if all(walk.space(value) is None for value in operands):
         walk.settle(node, None, node.all_input_nodes)
@@ -217,7 +222,10 @@ def _use(
 FUNCTIONS: dict[Any, Handler] = {
     torch.matmul: matmul,
     torch.bmm: matmul,
+    torch.mm: matmul,
+    torch.mv: matmul,
     operator.matmul: matmul,
     F.scaled_dot_product_attention: attention,
 }
 METHODS: dict[str, Handler] = {"matmul": matmul, "bmm": matmul, "__matmul__": matmul}
+METHODS |= {"mm": matmul, "mv": matmul}

@@ -10,6 +10,7 @@ from torch.ao.quantization import FakeQuantizeBase
 
 from amct_fx.prune.channels import (
     concat,
+    contractions,
     elementwise,
     layers,
     layout,
@@ -43,12 +44,14 @@ FUNCTIONS: dict[Any, Handler] = {
     **layout.FUNCTIONS,
     **parts.FUNCTIONS,
     **concat.FUNCTIONS,
+    **contractions.FUNCTIONS,
     **products.FUNCTIONS,
     **layers.FUNCTIONS,
 }
 METHODS: dict[str, Handler] = {
     **elementwise.METHODS,
     **spatial.METHODS,
+    **norms.METHODS,
     **layout.METHODS,
     **parts.METHODS,
     **products.METHODS,

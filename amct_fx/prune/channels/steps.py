@@ -204,18 +204,20 @@ class SetAttribute(Step):
 
 @dataclass
 class SetGroups(Step):
-    """The number of groups in a call of a depthwise function."""
+    """The number of groups in a call of a function; each has ``block`` channels."""
 
     node: fx.Node
     source: Any
     position: int
+    name: str = "groups"
+    block: int = 1
 
     def replay(self, state: Replay) -> None:
         """Set the argument."""
-        count = state.places[self.source].numel()
+        count = state.places[self.source].numel() // self.block
         args, kwargs = state.arguments.get(self.node, (self.node.args, self.node.kwargs))
-        if "groups" in kwargs:
-            state.arguments[self.node] = args, {**kwargs, "groups": count}
+        if self.name in kwargs:
+            state.arguments[self.node] = args, {**kwargs, self.name: count}
         else:
             rest = args[self.position + 1 :]
             state.arguments[self.node] = (*args[: self.position], count, *rest), dict(kwargs)

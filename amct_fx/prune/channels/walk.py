@@ -269,7 +269,8 @@ class Walk:
                 node.name,
                 f"{'.'.join(filter(None, (site.layer, site.tensor)))} is used in another way",
             )
-            if first.atoms.numel() != site.atoms.numel() or first.groups != site.groups:
+            other = first.role != site.role and {first.role, site.role} == {"attached", "column"}
+            if first.atoms.numel() != site.atoms.numel() or first.groups != site.groups or other:
                 self.atoms.pin(first.atoms, pin)
                 self.atoms.pin(site.atoms, pin)
             else:
