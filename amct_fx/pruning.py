@@ -18,6 +18,7 @@ from amct_fx.errors import PruneError
 from amct_fx.nn.geometry import weight_geometry
 from amct_fx.nn.qat import QATLayer
 from amct_fx.observers import ULQFakeQuantize, ULQWeightFakeQuantize
+from amct_fx.prune.masked_norms import attach_norm_masks, fold_norm_masks
 from amct_fx.prune.masks import attach_filter_masks, attach_m4n2, fold_masks
 from amct_fx.prune.parametrization import input_axis
 from amct_fx.prune.plan import PrunePlan
@@ -147,6 +148,7 @@ def attach_pruning(
         columns = plan.column_masks()
         _restrict_results(model, plan)
         attach_filter_masks(model, _joined(columns, plan.row_masks()))
+        attach_norm_masks(model, plan.norm_masks())
         for name, kept in plan.kept_rows().items():
             layer: Any = model.get_submodule(name)
             channels = getattr(layer, "out_channels", None) or layer.out_features
@@ -179,6 +181,7 @@ def remove_pruned(model: nn.Module) -> None:
     """
     plan, layers = current_plan(model), _cut_layers(model)
     fold_masks(model)
+    fold_norm_masks(model)
     for layer in layers.values():
         delattr(layer, _KEPT)
     if plan is not None and layers:

@@ -108,7 +108,7 @@ class CostModel:
         """
         axes: dict[tuple[str, int], list[int]] = {}
         for member in group.members:
-            if member.role == "input":
+            if member.role in ("input", "norm"):
                 continue
             key = member.key, member.axis
             lengths = list(map(len, member.positions))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["PruneKeywords", "PruneMode", "PruneOptions"]
 
 DeconvConsumer = Literal["pin", "cut"]
+NormAxis = Literal["pin", "mask_aware"]
 
 
 class PruneKeywords(TypedDict, total=False):
@@ -24,7 +25,7 @@ class PruneKeywords(TypedDict, total=False):
     importance: Reduction
     apply: Literal["convert", "prepare"]
     deconv_consumer: DeconvConsumer | None
-    norm_axis: Literal["pin"]
+    norm_axis: NormAxis
     row_masks: bool
     count_eval: bool
     straight_through: float | None
@@ -43,6 +44,8 @@ class PruneOptions:
             quantizers are inserted, which is AMCT's order.
         deconv_consumer: Whether the input channels of a transposed convolution may be cut.
             ``None``: ``"cut"`` in native mode, ``"pin"`` in AMCT's.
+        norm_axis: Native mode, norms whose statistics run over the channels: ``"pin"`` keeps their
+            channels; with ``"mask_aware"`` they count only the channels that stay, from prepare on.
         row_masks: Mask the rows of producers too while training.
         count_eval: Let the refresh of 2:4 masks count forwards in evaluation mode, too, as AMCT.
         straight_through: Let gradients reach weights that are masked 2:4 (STE), and pull those to
@@ -60,7 +63,7 @@ class PruneOptions:
     importance: Reduction = "mean"
     apply: Literal["convert", "prepare"] = "convert"
     deconv_consumer: DeconvConsumer | None = None
-    norm_axis: Literal["pin"] = "pin"
+    norm_axis: NormAxis = "pin"
     row_masks: bool = True
     count_eval: bool = False
     straight_through: float | None = None
@@ -72,7 +75,7 @@ class PruneOptions:
             importance=(self.importance, ("mean", "first")),
             apply=(self.apply, ("convert", "prepare")),
             deconv_consumer=(self.deconv_consumer, (None, "pin", "cut")),
-            norm_axis=(self.norm_axis, ("pin",)),
+            norm_axis=(self.norm_axis, ("pin", "mask_aware")),
         )
 
     @classmethod

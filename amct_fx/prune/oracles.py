@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from amct_fx.copying import copy_model
 from amct_fx.errors import PruneError
 from amct_fx.graph.signature import as_call
-from amct_fx.prune.remove import KeptIndices, cut_tensor, remove_channels
+from amct_fx.prune.masked_norms import attach_norm_masks
+from amct_fx.prune.remove import KeptIndices, cut_tensor, remove_channels, run_graphs
 
 if TYPE_CHECKING:
     from amct_fx.prune.plan import PrunePlan
@@ -57,6 +58,10 @@ def masked_copy(model: nn.Module, plan: PrunePlan, *, rows: bool = False) -> nn.
         for name, mask in masks:
             parameter = masked.get_parameter(name)
             parameter.mul_(mask.to(parameter.device))
+    norms = plan.norm_masks()
+    if any(norm.call for norm in norms):  # what a function counts is decided in the graph
+        run_graphs(masked, plan)
+    attach_norm_masks(masked, norms)
     return masked
 
 

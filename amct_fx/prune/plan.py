@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from amct_fx.graph.shapes import ShapeFacts
     from amct_fx.prune.options import PruneOptions
 
-__all__ = ["LayerCost", "Member", "PinnedLayer", "PruneGroup", "PrunePlan"]
+__all__ = ["LayerCost", "Member", "NormMask", "PinnedLayer", "PruneGroup", "PrunePlan"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Member:
         parameter: Name of the tensor in the module; empty for the channels of an input.
         axis: The axis.
         role: ``"row"`` of a producer, ``"column"`` of a consumer, ``"attached"`` to channels,
-            ``"input"`` of a layer, ``"size"`` of a product of activations.
+            ``"input"`` of a layer, ``"size"`` of a product of activations, ``"norm"`` for what a
+            norm over channels counts (``parameter`` then names the node of a function).
         shape: Full shape of the tensor.
         positions: For each unit of the group its indices along the axis. Where the weight of a
             grouped convolution has indices of its own for every group, those of all groups follow
@@ -155,6 +156,21 @@ class LayerCost:
 
 
 @dataclass(frozen=True)
+class NormMask:
+    """What a norm counts.
+
+    Attributes:
+        layer: Name of the module; of the traced part for a function.
+        call: Name of the node of a function, else empty.
+        kept: bool, true where a channel stays; broadcastable to the normalised shape.
+    """
+
+    layer: str
+    call: str
+    kept: Tensor
+
+
+@dataclass(frozen=True)
 class PrunePlan:
     """What pruning does to a model: the result of the analysis alone.
 
@@ -265,6 +281,19 @@ class PrunePlan:
                 if member.role == "row" and group.cut and group.rows_maskable:
                     _mask(masks, member, group.cut)
         return masks
+
+    def norm_masks(self) -> list[NormMask]:
+        """Return what norms count whose statistics run over channels that go.
+
+        See ``norm_axis="mask_aware"``.
+        """
+        masks: dict[str, Tensor] = {}
+        names: dict[str, tuple[str, str]] = {}
+        for group, member in self._members("norm"):
+            if group.cut:
+                _mask(masks, member, group.cut)
+                names[member.key] = member.layer, member.parameter
+        return [NormMask(*names[key], mask) for key, mask in masks.items()]
 
     def _kept(self, role: str, name: Any) -> dict[str, Tensor]:
         gone: dict[str, set[int]] = defaultdict(set)

@@ -154,6 +154,11 @@ def _members(walk: Walk, groups: Sequence[Group]) -> list[list[Member]]:
     for name, atoms in walk.inputs.items():
         shape = (atoms.numel(),)
         add(atoms, lambda p, name=name, shape=shape: Member(name, "", 0, "input", shape, p))
+    for norm in walk.norms:
+        add(
+            norm.atoms,
+            lambda p, norm=norm: Member(norm.layer, norm.call, norm.axis, "norm", norm.shape, p),
+        )
     for use in walk.uses:
         for number, (value, axis) in enumerate(use.sizes):
             space, full = walk.space(value), walk.shape(value)

@@ -23,11 +23,12 @@ from amct_fx.prune.channels.units import find_groups, kept_atoms
 from amct_fx.prune.inputs import inputs_of
 
 if TYPE_CHECKING:
+    from amct_fx.graph.attributes import Watched
     from amct_fx.prune.channels.units import Group
     from amct_fx.prune.channels.walk import Walk
     from amct_fx.prune.plan import PrunePlan
 
-__all__ = ["KeptIndices", "check_fit", "kept_values", "remove_channels"]
+__all__ = ["KeptIndices", "check_fit", "kept_values", "remove_channels", "run_graphs"]
 
 KeptIndices = dict[str, dict[int, Tensor]]
 """By name of the tensor and axis, the int64 indices that stayed, in their new order."""
@@ -79,9 +80,11 @@ def remove_channels(
         node.target = state.targets.get(node, node.target)
     changed = {node.graph for node in state.arguments}
     for region in parts:
-        if kept:
-            region.guard = replace(region.guard, exclusive=True)
+        watched = _with_new_values(region, state)
         own = isinstance(region.module, GraphForward) or region.graph in changed
+        own = own or watched != region.guard.watched
+        if kept:
+            region.guard = replace(region.guard, exclusive=True, watched=watched)
         if install and (own or (kept and region.guard.form is not None)):
             install_graph(region.module, region.graph, region.guard)
     return kept
@@ -101,6 +104,14 @@ def check_fit(model: nn.Module, plan: PrunePlan, traced: Sequence[Region]) -> No
     plan.check()
     walk = _analysis(model, plan, traced)
     _replayed(walk, _groups_as_planned(walk, plan))
+
+
+def _with_new_values(region: Region, state: Replay) -> Watched:
+    """Return what a graph relies on, with the attributes that follow the channels."""
+    return tuple(
+        (path, name, state.attributes.get((region.full_name(path).strip("."), name), value))
+        for path, name, value in region.guard.watched
+    )
 
 
 def kept_values(model: nn.Module, plan: PrunePlan) -> Iterator[tuple[nn.Module, Tensor, int]]:
@@ -129,6 +140,17 @@ def kept_values(model: nn.Module, plan: PrunePlan) -> Iterator[tuple[nn.Module, 
         kept[state.places[source].flatten()] = 1
         if not bool(kept.all()):
             yield module, kept, space.axis
+
+
+def run_graphs(model: nn.Module, plan: PrunePlan) -> None:
+    """Let the traced parts of a model run their graphs.
+
+    Args:
+        model: The model that the plan was made for; changed in place.
+        plan: It tells the form of the call.
+    """
+    for region in _regions(model, plan):
+        install_graph(region.module, region.graph, region.guard)
 
 
 def _regions(model: nn.Module, plan: PrunePlan) -> list[Region]:

@@ -19,6 +19,7 @@ from amct_fx.prune.channels.layout import Expanded
 from amct_fx.prune.channels.parameters import pin_other_reads
 from amct_fx.prune.channels.rearrange import Rearranged
 from amct_fx.prune.channels.rules import visit
+from amct_fx.prune.channels.statistics import NormShape
 from amct_fx.prune.channels.steps import Misfit, Replay
 from amct_fx.prune.channels.units import Group, choose, find_groups, kept_atoms
 from amct_fx.prune.channels.walk import Walk
@@ -136,7 +137,7 @@ def _freeze_numbers(walk: Walk, state: Replay) -> None:
     sized = {
         step.node
         for step in walk.steps
-        if isinstance(step, Expanded) or (isinstance(step, Rearranged) and step.sized)
+        if isinstance(step, (Expanded, NormShape)) or (isinstance(step, Rearranged) and step.sized)
     }
     for region in walk.regions:
         for node in region.graph.nodes:

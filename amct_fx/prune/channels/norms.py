@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from amct_fx.prune.channels import elementwise
 from amct_fx.prune.channels.atoms import Pin
 from amct_fx.prune.channels.sites import Site, SiteKey
 from amct_fx.prune.channels.space import Space
+from amct_fx.prune.channels.statistics import count_kept, count_kept_in_groups, is_mask_aware
 from amct_fx.prune.channels.steps import Attach, Joined, SetGroups
 from amct_fx.prune.channels.walk import Walk, fixed_atoms, is_along
 
@@ -107,10 +109,13 @@ def group_norm(walk: Walk, node: fx.Node) -> None:
             node, "norm_statistics", "the channels do not lie on the axis it normalises"
         )
         return
+    tensors = [tensor for tensor in (module.weight, module.bias) if tensor is not None]
     block = module.num_channels // module.num_groups
+    if block > 1 and space is not None and is_mask_aware(walk, space):
+        count_kept_in_groups(walk, node, space, module.num_groups, tensors)
+        return
     _join_groups(walk, node, space, module.num_groups)
     name = walk.name(node)
-    tensors = [tensor for tensor in (module.weight, module.bias) if tensor is not None]
     attach(walk, node, space, tensors, ((name, "num_channels"),))
     if space is not None:
         groups = ((name, "num_groups"),)
@@ -135,6 +140,9 @@ def functional_group_norm(walk: Walk, node: fx.Node) -> None:
     if tensors is None or not isinstance(groups, int) or _elsewhere(space):
         walk.pin_inputs(node, "norm_statistics", "its parameters are computed")
         return
+    if space is not None and space.atoms.numel() > groups and is_mask_aware(walk, space):
+        count_kept_in_groups(walk, node, space, groups, tensors)
+        return
     _join_groups(walk, node, space, groups)
     attach(walk, node, space, tensors)
     if space is not None:
@@ -151,8 +159,26 @@ def _owned(walk: Walk, values: list[Any]) -> list[Tensor] | None:
 def layer_norm(walk: Walk, node: fx.Node) -> None:
     """Pass where the normalised axes hold no channels."""
     module: Any = walk.module(node)
-    normalised = len(module.normalized_shape)
-    _over_last_axes(walk, node, normalised)
+    given = (module.weight, getattr(module, "bias", None))
+    tensors = [tensor for tensor in given if tensor is not None]
+    computed = parametrize.is_parametrized(module)
+    _over_last_axes(walk, node, module.normalized_shape, None if computed else tensors)
+
+
+def layer_norm_2d(walk: Walk, node: fx.Node) -> None:
+    """Handle a layer norm over axis 1."""
+    module: Any = walk.module(node)
+    space = _input_space(walk, node)
+    if space is None:
+        walk.settle(node, None, node.all_input_nodes)
+        return
+    tensors = [tensor for tensor in (module.weight, module.bias) if tensor is not None]
+    if 1 in space.axes and is_along(space, 1) and is_mask_aware(walk, space):
+        count_kept(walk, node, space, module.normalized_shape, 0, tensors)
+    elif 1 in space.axes:
+        _pin_statistics(walk, node)
+    else:
+        _pass(walk, node, space)
 
 
 def functional_layer_norm(walk: Walk, node: fx.Node) -> None:
@@ -162,21 +188,41 @@ def functional_layer_norm(walk: Walk, node: fx.Node) -> None:
     if not isinstance(fact, (tuple, list)):
         walk.pin_inputs(node, "norm_statistics", "the normalised axes are not known")
         return
-    _over_last_axes(walk, node, len(fact))
+    names = ("input", "normalized_shape", "weight", "bias")
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    bias = None if node.target in _WITHOUT_BIAS else given.get("bias")
+    tensors = _owned(walk, [given.get("weight"), bias])
+    _over_last_axes(walk, node, [walk.fact(size) for size in fact], tensors)
 
 
-def _over_last_axes(walk: Walk, node: fx.Node, normalised: int) -> None:
+def _over_last_axes(
+    walk: Walk, node: fx.Node, shape: Sequence[int], tensors: list[Tensor] | None
+) -> None:
     source: Any = node.args[0] if node.args else node.kwargs.get("input")
     space = walk.space(source)
     if space is None:
         walk.settle(node, None, node.all_input_nodes)
         walk.fixed.setdefault(node, walk.origin(source))
-    elif any(axis >= space.atoms.dim() - normalised for axis in space.axes):
-        walk.pin_inputs(node, "norm_statistics", "its statistics run over the channels")
+        return
+    first = space.atoms.dim() - len(shape)
+    if all(axis < first for axis in space.axes):
+        _pass(walk, node, space)
+    elif tensors is not None and is_mask_aware(walk, space):
+        count_kept(walk, node, space, shape, space.axis - first, tensors)
     else:
-        out = Space(space.atoms, space.axis, zero=False, records=space.records)
-        walk.spaces[node] = out
-        walk.steps.append(Joined(node, (source,), out))
+        _pin_statistics(walk, node)
+
+
+def _pin_statistics(walk: Walk, node: fx.Node) -> None:
+    text = "its statistics run over the channels; norm_axis='mask_aware' prunes them"
+    walk.pin_inputs(node, "norm_statistics", text)
+
+
+def _pass(walk: Walk, node: fx.Node, space: Space) -> None:
+    source: Any = node.args[0] if node.args else node.kwargs.get("input")
+    out = Space(space.atoms, space.axis, zero=False, records=space.records)
+    walk.spaces[node] = out
+    walk.steps.append(Joined(node, (source,), out))
 
 
 def prelu(walk: Walk, node: fx.Node) -> None:
@@ -233,6 +279,7 @@ BY_NAME: dict[str, Handler] = {
     "timm.layers.norm.GroupNorm": group_norm,
     "timm.layers.norm.GroupNorm1": group_norm,
     "timm.layers.norm.LayerNorm": layer_norm,
+    "timm.layers.norm.LayerNorm2d": layer_norm_2d,
     "timm.layers.norm_act.BatchNormAct2d": and_activation(batch_norm),
     "timm.layers.norm_act.GroupNormAct": and_activation(group_norm),
 }
@@ -251,6 +298,7 @@ MODULES: dict[type[nn.Module], Handler] = {
 }
 if hasattr(nn, "RMSNorm"):
     MODULES[nn.RMSNorm] = layer_norm
+_WITHOUT_BIAS = {getattr(F, "rms_norm", None), getattr(torch, "rms_norm", None)}
 FUNCTIONS: dict[Any, Handler] = {
     F.batch_norm: functional_batch_norm,
     F.instance_norm: functional_batch_norm,

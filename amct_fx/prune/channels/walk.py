@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from amct_fx.graph.capture import Region
     from amct_fx.graph.shapes import Shape, ShapeFacts
     from amct_fx.prune.channels.sites import Site, SiteKey
+    from amct_fx.prune.channels.statistics import NormUse
     from amct_fx.prune.channels.steps import Step
     from amct_fx.prune.options import PruneOptions
 
@@ -101,6 +102,7 @@ class Walk:
         of_parameters: Those that are computed from parameters and buffers alone.
         joining: Those whose rule heeds the channels of every tensor that they read.
         readers: By identity of a parameter the nodes whose rule has bound it.
+        norms: Norms that must count only the channels that stay.
     """
 
     model: nn.Module
@@ -123,6 +125,7 @@ class Walk:
     of_parameters: set[fx.Node] = field(default_factory=set)
     joining: set[fx.Node] = field(default_factory=set)
     readers: dict[int, set[fx.Node]] = field(default_factory=dict)
+    norms: list[NormUse] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Index the model: first names of modules and tensors, owners of tensors."""
