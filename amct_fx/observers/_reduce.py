@@ -27,15 +27,12 @@ def as_vector(x: Tensor) -> Tensor | None:
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``Σ a·b`` of two dense tensors of one shape and dtype, 0-d.
+    """Return ``Σ a·b`` of two vectors of one dtype, 0-d.
 
     Example:
-        >>> dot(torch.ones(2, 3), torch.full((2, 3), 2.0))
+        >>> dot(torch.ones(6), torch.full((6,), 2.0))
         tensor(12.)
     """
-    if a.stride() != b.stride():
-        b = torch.empty_like(a).copy_(b)
-    a, b = flatten_in_memory_order(a), flatten_in_memory_order(b)
     if a.numel() <= _CHUNK or a.device.type != "cpu":
         return torch.dot(a, b)
     parts = zip(a.split(_CHUNK), b.split(_CHUNK), strict=True)

@@ -98,15 +98,18 @@ def _pass(
     A tensor that does not fit into the cache is visited in pieces.
     """
     values = as_float32(x)
+    vector = as_vector(values)
+    if vector is None:  # there are gaps in its memory
+        values = values.contiguous()
+        vector = values.view(-1)
     inside = torch.empty_like(values)
-    grad = like(grad, inside)
-    limits, scale = _range_of(x, settings), settings.qparams[0]
-    vector = as_vector(values) if _is_large(x) else None
-    if vector is None:
-        return inside, _piece(values, grad, limits, scale, learns, inside, spare, None)
-    flat, grads = as_vector(inside), as_vector(grad)
+    flat, grads = as_vector(inside), as_vector(like(grad, values))
     assert flat is not None
     assert grads is not None
+    limits, scale = _range_of(settings), settings.qparams[0]
+    if len(vector) <= _LARGE or not vector.is_cpu:
+        scratch = None if spare is None else as_vector(spare)
+        return inside, _piece(vector, grads, limits, scale, learns, flat, scratch, None)
     u, rounding = flat.new_empty(2, _PIECE).unbind()
     sums = []
     for part, g, out in zip(*(t.split(_PIECE) for t in (vector, grads, flat)), strict=True):
@@ -115,16 +118,9 @@ def _pass(
     return inside, torch.stack(sums).sum(0) if learns else None  # type: ignore[arg-type]
 
 
-def _is_large(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.numel() > _LARGE
-
-
-def _range_of(x: Tensor, settings: Settings) -> Limits | tuple[Tensor, Tensor]:
+def _range_of(settings: Settings) -> Limits | tuple[Tensor, Tensor]:
     """Return the representable range: as numbers, if they are known, else as tensors."""
-    if settings.limits is not None:
-        return settings.limits
-    lowest, highest = bounds(settings.qparams, settings.num_bits)
-    return (lowest, highest) if x.dim() else (lowest.reshape(()), highest.reshape(()))
+    return settings.limits or bounds(settings.qparams, settings.num_bits)
 
 
 def _piece(
@@ -140,8 +136,8 @@ def _piece(
     """Write the gradient of ``values`` into ``inside`` and return the sums, ``(3,)``, if wanted.
 
     Args:
-        values: float32.
-        grad: Gradient of the output, float32, of the same memory format.
+        values: float32 ``(N,)``.
+        grad: Gradient of the output, the same.
         limits: The representable range.
         scale: The scale.
         learns: Whether the sums are wanted.
@@ -160,7 +156,7 @@ def _piece(
         grad_inside(grad, excess, out=excess)
         if not learns:
             return None
-    u.div_(scale if values.dim() else scale.reshape(()))
+    u.div_(scale)
     rounding = torch.round(u, out=rounding).sub_(u)
     error = dot(rounding, inside)
     outside = torch.sub(grad, inside, out=rounding)

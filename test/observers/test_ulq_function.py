@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from amct_fx.observers import _ulq_function, functional
+from amct_fx.observers._clip import like
 from amct_fx.observers._reduce import as_vector, dot
 from amct_fx.observers._ulq_settings import Settings
 
@@ -168,12 +169,13 @@ def test_second_derivatives_exist() -> None:
     assert torch.equal(x.grad != 0, (x.detach().abs() <= 1) & (y.detach() != 0))
 
 
-def test_the_dot_product_pairs_elements_whatever_their_layouts() -> None:
+def test_vectors_pair_elements_whatever_their_layouts() -> None:
     a = torch.randn(2, 3, 4, 5)
     b = torch.randn(2, 3, 4, 5)
     expected = (a * b).sum()
     last = b.contiguous(memory_format=torch.channels_last)
     for left, right in ((a, b), (a, last), (last, a), (a.transpose(0, 2), b.transpose(0, 2))):
-        torch.testing.assert_close(dot(left, right), expected)
+        vectors = as_vector(left), as_vector(like(right, left))
+        torch.testing.assert_close(dot(*vectors), expected)  # type: ignore[arg-type]
     assert as_vector(a[:, :, ::2]) is None
-    assert as_vector(last).data_ptr() == last.data_ptr()
+    assert as_vector(last).data_ptr() == last.data_ptr()  # type: ignore[union-attr]
