@@ -108,6 +108,7 @@ def discovered(
         for region in captured.regions if options.functional else ():
             for name in lift_functional_layers(region):
                 undo.callback(delattr, region.module, name)
+                captured.facts = None  # the graph has other nodes now
         facts = model_facts(
             model,
             captured,

@@ -85,7 +85,9 @@ def plan_pruning(
     if not any(isinstance(setting, FilterPruneConfig) for setting in settings.values()):
         return None
     others = {name: text for name, text in (reasons or {}).items() if name not in settings}
-    plan = plan_channels(model, captured.regions, settings, example_inputs, options, others)
+    plan = plan_channels(
+        model, captured.regions, settings, example_inputs, options, others, captured.facts
+    )
     if given is None:
         return plan
     if isinstance(given, PruneRecord):

@@ -24,6 +24,7 @@ from amct_fx.graph.quick import trace_module
 from amct_fx.graph.recording import Recording, record_calls
 from amct_fx.graph.region import GraphForward, fx_graph_of, guard_of
 from amct_fx.graph.runtime_guard import OPEN, Guard
+from amct_fx.graph.shapes import ShapeFacts, tried_on
 from amct_fx.graph.signature import CallForm, as_call
 from amct_fx.graph.tracer import IslandTracer, Refusal, refuse_signature
 
@@ -80,12 +81,14 @@ class Capture:
         islands: Parts that stay Python.
         island_leaves: Names of the layers that quantize their own input, since Python calls them.
         shared_inputs: Names of those among them that read one tensor of the example inputs' run.
+        facts: The shapes that the example inputs showed, where one graph holds the whole model.
     """
 
     regions: list[Region] = field(default_factory=list)
     islands: list[Island] = field(default_factory=list)
     island_leaves: list[str] = field(default_factory=list)
     shared_inputs: list[list[str]] = field(default_factory=list)
+    facts: ShapeFacts | None = None
 
 
 def capture(
@@ -128,20 +131,17 @@ def capture(
     walk.keep_uncalled_layers()
     found = walk.found
     whole = bool(found.regions) and found.regions[0].module is model
-    if (
-        whole
-        and calls.random_state is not None
-        and not (
-            _computes(found.regions[0], example_inputs, calls)
-            or _same_outputs(found.regions[0], example_inputs)
-        )
-    ):
+    if whole and calls.random_state is not None:
+        found.facts = _facts(found.regions[0], example_inputs, calls)
+    if whole and calls.random_state is not None and found.facts is None:
         reason = "its traced graph computes something else on example_inputs"
         walk = _Walk(is_layer, is_wanted, calls.forms)
         found = walk.found
         found.islands.append(Island("", type(model).__name__, reason))
         walk.visit_children(model, "")
         walk.keep_uncalled_layers()
+    if len(found.regions) > 1:
+        found.facts = None  # the graph of the whole says nothing of the others
     names = {model.get_submodule(name): name for name in found.island_leaves}
     for group in calls.readers_of_one_tensor(names):
         found.shared_inputs.append([names[layer] for layer in group])
@@ -152,43 +152,36 @@ def capture(
     return found
 
 
-def _computes(region: Region, example_inputs: Any, calls: Recording) -> bool:
-    """Compare the graph with what the model returned when its calls were recorded.
+def _facts(region: Region, example_inputs: Any, calls: Recording) -> ShapeFacts | None:
+    """Return the shapes in the graph of the whole model; ``None`` if it computes something else.
 
-    Hooks, as those that record, let some of torch's modules take another path; where this finds
-    differences, :func:`_same_outputs` decides.
+    The graph is compared with what the model returned when its calls were recorded. Hooks, as those
+    that record, let some of torch's modules take another path; where there are differences, the
+    model is run again without them.
     """
     with torch.random.fork_rng(devices=[]):
         assert calls.random_state is not None
         torch.set_rng_state(calls.random_state)
-        return _gives(region, example_inputs, calls.outputs)
-
-
-def _same_outputs(region: Region, example_inputs: Any) -> bool:
-    """Compare the graph with the module in eval mode; random state and modes are restored."""
+        facts = _facts_if_equal(region, example_inputs, calls, calls.outputs)
+    if facts is not None:
+        return facts
     args, kwargs = copy.deepcopy(as_call(example_inputs))
     with torch.random.fork_rng(devices=[]):
         with _evaluating(region.module), torch.no_grad():
             expected = region.module(*args, **kwargs)
-        return _gives(region, example_inputs, expected)
+        plain = replace(calls, results={})
+        return _facts_if_equal(region, example_inputs, plain, expected)
 
 
-def _gives(region: Region, example_inputs: Any, expected: Any) -> bool:
-    """Say whether the graph returns what the model did; where it cannot even run, it does not."""
+def _facts_if_equal(
+    region: Region, example_inputs: Any, calls: Recording, expected: Any
+) -> ShapeFacts | None:
+    """Run the graph; where it cannot even run, it does not return what the model did."""
     try:
-        return _equal(expected, _traced_outputs(region, example_inputs))
+        outputs, facts = tried_on(region, example_inputs, calls)
+        return facts if _equal(expected, outputs) else None
     except Exception:  # the model itself ran: `for part in x.chunk(3)` made fewer parts
-        return False
-
-
-def _traced_outputs(region: Region, example_inputs: Any) -> Any:
-    """Run the graph in eval mode."""
-    args, kwargs = copy.deepcopy(as_call(example_inputs))
-    form = region.guard.form
-    leaves = list(args) if form is None else form.leaves(args, kwargs) or []
-    with _evaluating(region.module), torch.no_grad():
-        traced = fx.GraphModule(region.module, copy.deepcopy(region.graph))
-        return traced(*leaves, **({} if form else kwargs))
+        return None
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,57 @@ from torch import Tensor, nn
 
 from amct_fx.graph.signature import CallForm, as_call, call_form
 
-__all__ = ["Recording", "record_calls"]
+__all__ = ["Recording", "Result", "record_calls"]
+
+_PURE: tuple[type[nn.Module], ...] = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Linear,
+)
+"""Layers whose result depends on their input alone, and that take most of the time."""
+_MEMORY = 2**28
+"""Bytes that remembered results may take."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a layer made of one input, so that it need not be computed again.
+
+    Attributes:
+        input: What it read.
+        output: What it gave.
+        versions: Of both; changes in place show in them.
+    """
+
+    input: Tensor
+    output: Tensor
+    versions: tuple[int, int]
+
+    @classmethod
+    def of(cls, value: Any, output: Any) -> Result | None:
+        """Remember a result of one plain tensor; ``None`` for any other."""
+        if type(value) is not Tensor or type(output) is not Tensor or output.is_inference():
+            return None
+        return cls(value, output, (value._version, output._version))
+
+    @property
+    def size(self) -> int:
+        """Bytes that it keeps."""
+        tensors = (self.input, self.output)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def answers(self, value: Any) -> bool:
+        """Say whether it is what the layer makes of ``value``."""
+        if type(value) is not Tensor or (self.input._version, self.output._version) != (
+            self.versions
+        ):
+            return False
+        alike = value.dtype == self.input.dtype and value.stride() == self.input.stride()
+        return value is self.input or (alike and torch.equal(value, self.input))
 
 
 @dataclass
@@ -23,6 +74,8 @@ class Recording:
         forms: The form in which each module is called; not of modules that are called in several.
         inputs: The first tensor that each call of a module read, as it was then.
         ranks: The lowest rank of the first tensor that each module read.
+        counts: How often each module was called.
+        results: What layers made of their inputs, as far as it is remembered.
         outputs: What the model returned.
         random_state: That of the CPU after the run.
     """
@@ -30,6 +83,8 @@ class Recording:
     forms: dict[nn.Module, CallForm] = field(default_factory=dict)
     inputs: dict[nn.Module, list[Any]] = field(default_factory=dict)
     ranks: dict[nn.Module, int] = field(default_factory=dict)
+    counts: Counter[nn.Module] = field(default_factory=Counter)
+    results: dict[nn.Module, list[Result]] = field(default_factory=dict)
     outputs: Any = None
     random_state: Tensor | None = None
 
@@ -57,36 +112,55 @@ def record_calls(model: nn.Module, example_inputs: Any) -> Recording:
         example_inputs: See :func:`amct_fx.graph.signature.as_call`.
     """
     forms: dict[nn.Module, CallForm | None] = {}
-    inputs: dict[nn.Module, list[Any]] = {}
-    ranks: dict[nn.Module, int] = {}
+    found = Recording()
     alive: list[Tensor] = []  # an id says nothing once its tensor is gone
 
     def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         form = call_form(module, args, kwargs)
         forms[module] = form if forms.get(module, form) == form else None
+        found.counts[module] += 1
         first = args[0] if args else kwargs.get("input")
         if isinstance(first, Tensor):
-            ranks[module] = min(first.dim(), ranks.get(module, first.dim()))
+            found.ranks[module] = min(first.dim(), found.ranks.get(module, first.dim()))
         if isinstance(first, Tensor) and not first.is_inference():
             alive.append(first)
-            inputs.setdefault(module, []).append((id(first), first._version))
+            found.inputs.setdefault(module, []).append((id(first), first._version))
 
-    hooks = [
-        module.register_forward_pre_hook(observe, with_kwargs=True)
-        for module in model.modules()
-        if not isinstance(module, torch.jit.ScriptModule)
-    ]
+    parts = [part for part in model.modules() if not isinstance(part, torch.jit.ScriptModule)]
+    remember = _remembering(found)
+    pure = [part for part in parts if type(part) in _PURE and not _has_hooks(part)]
+    hooks = [part.register_forward_pre_hook(observe, with_kwargs=True) for part in parts]
+    hooks += [part.register_forward_hook(remember) for part in pure]
     modes = {module: module.training for module in model.modules()}
     args, kwargs = copy.deepcopy(as_call(example_inputs))
     try:
         model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            outputs = model(*args, **kwargs)
-            random_state = torch.get_rng_state()
+            found.outputs = model(*args, **kwargs)
+            found.random_state = torch.get_rng_state()
     finally:
         for hook in hooks:
             hook.remove()
         for module, mode in modes.items():
             module.training = mode
-    known = {module: form for module, form in forms.items() if form is not None}
-    return Recording(known, inputs, ranks, outputs, random_state)
+    found.forms = {module: form for module, form in forms.items() if form is not None}
+    return found
+
+
+def _remembering(found: Recording) -> Callable[[nn.Module, Any, Any], None]:
+    """Return a forward hook that remembers results while there is memory for them."""
+    left = _MEMORY
+
+    def remember(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal left
+        result = Result.of(args[0], output) if len(args) == 1 else None
+        if result is not None and result.size <= left:
+            left -= result.size
+            found.results.setdefault(module, []).append(result)
+
+    return remember
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Say whether a call of a module runs more than its class."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)

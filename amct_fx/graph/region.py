@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from amct_fx.graph.attributes import resolved
@@ -67,7 +66,8 @@ def install_graph(module: nn.Module, graph: fx.Graph, guard: Guard = OPEN) -> No
     """
     original = _class_under(module)
     graph.lint()
-    generated = fx.GraphModule(_without_graph(module), graph)
+    generated = fx.GraphModule(nn.Module(), fx.Graph())  # only the code is of interest
+    generated.graph = graph
     run: Callable[..., Any] = type(generated).forward
     forward = run if guard.is_open else guarded_forward(guard, run, original)
     module.__class__ = _graph_class(original, forward)
@@ -127,17 +127,6 @@ def _graph_class(original: type[nn.Module], forward: Any) -> type[nn.Module]:
         "__doc__": original.__doc__,
     }
     return type(original.__name__, (Unregistered, GraphForward, original), namespace)
-
-
-def _without_graph(module: nn.Module) -> nn.Module:
-    """Return a bare module with the children and tensors of ``module``, for code generation."""
-    bare = nn.Module()
-    for table in ("_parameters", "_buffers", "_modules"):
-        bare.__dict__[table] = dict(module.__dict__[table])
-    for key, value in module.__dict__.items():
-        if key not in bare.__dict__ and isinstance(value, torch.Tensor):
-            bare.__dict__[key] = value
-    return bare
 
 
 def _has_getstate(module: GraphForward) -> bool:

@@ -36,6 +36,10 @@ class Guard:
     watched: Watched = ()
     exclusive: bool = False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Guard:
+        """Return the guard itself: it never changes."""
+        return self
+
     @property
     def is_open(self) -> bool:
         """Whether there is nothing to compare."""

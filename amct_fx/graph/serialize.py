@@ -58,6 +58,10 @@ class GraphRecord:
 
     nodes: tuple[NodeRecord, ...]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphRecord:
+        """Return the record itself: it never changes, and building a graph copies what may."""
+        return self
+
 
 def graph_to_record(graph: fx.Graph) -> GraphRecord:
     """Describe ``graph`` as plain data.
@@ -95,7 +99,7 @@ def graph_from_record(record: GraphRecord) -> fx.Graph:
             item.op, target, restore(item.args), restore(item.kwargs), name=item.name
         )
         if item.stack is not None:
-            node.meta["nn_module_stack"] = item.stack
+            node.meta["nn_module_stack"] = item.stack.copy()
         nodes[item.name] = node
     return graph
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -27,8 +28,9 @@ from amct_fx.graph.signature import as_call
 
 if TYPE_CHECKING:
     from amct_fx.graph.capture import Region
+    from amct_fx.graph.recording import Recording, Result
 
-__all__ = ["Shape", "ShapeFacts", "TensorFact", "propagate_shapes"]
+__all__ = ["Shape", "ShapeFacts", "TensorFact", "propagate_shapes", "tried_on"]
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -134,6 +136,26 @@ def _run(model: nn.Module, regions: list[Region], call: Any) -> ShapeFacts:
     return ShapeFacts(values, _called_elsewhere(model, regions, runs, seen))
 
 
+def tried_on(region: Region, example_inputs: Any, calls: Recording) -> tuple[Any, ShapeFacts]:
+    """Run the graph of a whole model on the example inputs, in eval mode.
+
+    Args:
+        region: The model, as it was traced.
+        example_inputs: As for :func:`propagate_shapes`.
+        calls: What a run of the model itself showed; the results of its layers are not computed
+            again where they read the same values.
+
+    Returns:
+        What the graph returns, and the shapes in it.
+    """
+    recorder = _Recorder(region, calls.results)
+    with _evaluating(region.module), torch.no_grad():
+        values = {region.name: recorder.record(*copy.deepcopy(as_call(example_inputs)))}
+    once = Counter({region.name: 1})
+    elsewhere = _called_elsewhere(region.module, [region], once, calls.counts)
+    return recorder.outputs, ShapeFacts(values, elsewhere)
+
+
 def _called_elsewhere(
     model: nn.Module, regions: list[Region], runs: Counter[str], seen: Counter[nn.Module]
 ) -> frozenset[str]:
@@ -188,31 +210,59 @@ def _region_inputs(model: nn.Module, regions: list[Region], call: Any) -> dict[s
 
 
 class _Recorder(fx.Interpreter):
-    """Runs a graph and writes down what each node makes."""
+    """Runs a graph and writes down what each node makes.
 
-    def __init__(self, region: Region) -> None:
+    ``results`` are those of layers that need not be computed again.
+    """
+
+    def __init__(
+        self, region: Region, results: Mapping[nn.Module, Sequence[Result]] | None = None
+    ) -> None:
         super().__init__(region.module, graph=region.graph)
         self.facts: dict[str, Any] = {}
+        self.outputs: Any = None
         self._form = region.guard.form
+        self._results = results or {}
 
     def record(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Run with the arguments of one call."""
-        if self._form is not None:
-            leaves = self._form.leaves(args, dict(kwargs))
-            if leaves is None:
-                return {}
-            self.run(*leaves, enable_io_processing=False)
-            return self.facts
-        names = [str(node.target) for node in self.graph.nodes if node.op == "placeholder"]
-        given = list(args) + [kwargs[name] for name in names[len(args) :] if name in kwargs]
-        self.run(*given, enable_io_processing=False)
+        given = self._inputs(args, dict(kwargs))
+        if given is not None:
+            self.outputs = _plain(self.run(*given, enable_io_processing=False))
         return self.facts
+
+    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+        """Return the inputs of the graph, ``None`` for a call of another form."""
+        if self._form is not None:
+            return self._form.leaves(args, kwargs)
+        inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
+        defaults = {str(node.target): node.args[0] for node in inputs if node.args}
+        named = defaults | kwargs
+        rest = (str(node.target) for node in inputs[len(args) :])
+        return [*args, *(named[name] for name in rest if name in named)]
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module, unless its result is known."""
+        known = self._results.get(self.fetch_attr(target), ()) if self._results else ()
+        for result in known if len(args) == 1 and not kwargs else ():
+            if result.answers(args[0]):
+                return result.output
+        return super().call_module(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node."""
         result = super().run_node(n)
         self.facts[n.name] = _fact(result)
         return result
+
+
+def _plain(value: Any) -> Any:
+    """Make ordinary lists and dicts of those that a graph cannot change."""
+    if isinstance(value, immutable_dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, immutable_list):
+        return [_plain(item) for item in value]
+    return tuple(map(_plain, value)) if type(value) is tuple else value
 
 
 def _fact(value: Any) -> Any:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from amct_fx.config import PruneConfig
     from amct_fx.graph.capture import Region
+    from amct_fx.graph.shapes import ShapeFacts
     from amct_fx.prune.channels.atoms import Indices
     from amct_fx.prune.channels.sites import Site
     from amct_fx.prune.channels.steps import Replay
@@ -49,6 +50,7 @@ def plan_channels(
     example_inputs: Any = None,
     options: PruneOptions | None = None,
     reasons: Mapping[str, str] | None = None,
+    facts: ShapeFacts | None = None,
 ) -> PrunePlan:
     """Analyse a traced model and choose the channels to cut.
 
@@ -60,6 +62,7 @@ def plan_channels(
             usual shapes are tried.
         options: The mode and its details.
         reasons: Why settings do not reach other layers, by name, for the report.
+        facts: The shapes that ``example_inputs`` showed, if they are known.
 
     Returns:
         The plan.
@@ -71,7 +74,7 @@ def plan_channels(
     options = options or PruneOptions()
     if example_inputs is None:
         example_inputs, facts = guess_inputs(model, regions)
-    else:
+    elif facts is None:
         facts = propagate_shapes(model, regions, example_inputs)
     walk = analyze(model, regions, settings, options, facts)
     groups, state = settle_groups(walk)
@@ -279,4 +282,6 @@ def prune_plan(
         resolution = resolve(config, found.facts)
         regions, settings = found.captured.regions, resolution.prune_settings
         reasons = resolution.prune_reasons
-        return plan_channels(model, regions, settings, example_inputs, chosen, reasons)
+        return plan_channels(
+            model, regions, settings, example_inputs, chosen, reasons, found.captured.facts
+        )

@@ -208,8 +208,8 @@ def _plan(
             message = "no layer is left to be searched: all are overridden or skipped"
             raise ConfigError(message, file=config.file)
         wanted = {name: ratio for name in searched}
-        regions = found.captured.regions
-        plan = plan_channels(own, regions, wanted, inputs, options)
+        regions, facts = found.captured.regions, found.captured.facts
+        plan = plan_channels(own, regions, wanted, inputs, options, facts=facts)
     if not plan.groups:
         reasons = "; ".join(map(str, plan.pinned[:5]))
         message = f"the model has no channels that can be cut ({reasons})"

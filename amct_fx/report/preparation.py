@@ -73,6 +73,10 @@ class Preparation:
         default_factory=dict, compare=False, repr=False
     )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Preparation:
+        """Return the decisions themselves: they never change."""
+        return self
+
     @classmethod
     def of(
         cls,
