@@ -156,16 +156,18 @@ def prepare_qat_amct(
         qconfigs = qconfigs_by_layer(prepared, found.facts, cfg, needed=not settings)
         check_finite_weights(prepared, qconfigs)
         check_tied_weights(prepared, qconfigs)
-        chosen = plan_pruning(
+        analysis = plan_pruning(
             prepared, found.captured, settings, example_inputs, prune_options, plan, reasons
         )
 
     warn_of_reused_layers(found.facts)
+    chosen = None if analysis is None else analysis.plan
     quantize = outputs == "quantize"
     rule: FixedMinRule = "nonnegative" if quantize else fixed_min_rule
     with still_parametrizations(prepared):
         if chosen is not None and prune_options.apply == "prepare":
-            remove_channels(prepared, chosen, found.captured.regions, install=False)
+            parts = found.captured.regions
+            remove_channels(prepared, chosen, parts, install=False, analysis=analysis)
         insert_quantizers(prepared, found.captured, qconfigs, rule)
         if quantize:
             quantize_outputs(found.captured)

@@ -22,7 +22,7 @@ from amct_fx.prune.masked_norms import attach_norm_masks, fold_norm_masks
 from amct_fx.prune.masks import attach_filter_masks, attach_m4n2, fold_masks
 from amct_fx.prune.parametrization import input_axis
 from amct_fx.prune.plan import PrunePlan
-from amct_fx.prune.planning import plan_channels
+from amct_fx.prune.planning import Analysis, follow_channels
 from amct_fx.prune.record import PruneRecord, plan_from_record, set_m4n2_masks
 from amct_fx.prune.remove import check_fit, kept_values, remove_channels
 from amct_fx.report.preparation import preparation_of, record_removal
@@ -56,7 +56,7 @@ def plan_pruning(
     options: PruneOptions,
     given: Choice | None = None,
     reasons: Mapping[str, str] | None = None,
-) -> PrunePlan | None:
+) -> Analysis | None:
     """Choose the channels to cut.
 
     Args:
@@ -70,7 +70,7 @@ def plan_pruning(
         reasons: Why settings do not reach other layers, by name, for the report.
 
     Returns:
-        The plan; ``None`` if no channels are pruned.
+        The plan, with the analysis if it is a choice by norm; ``None`` if no channels are pruned.
 
     Raises:
         PruneError: What is given does not fit the model.
@@ -78,24 +78,24 @@ def plan_pruning(
     if isinstance(given, PrunePlan):
         _check_plan(model, given)
         check_fit(model, given, captured.regions)
-        return given
+        return Analysis(given)
     if given is not None:  # the ratio plays no part: the channels are known
         names = given.removed if isinstance(given, PruneRecord) else given
         settings = {name: FilterPruneConfig(0.5) for name in names} | dict(settings)
     if not any(isinstance(setting, FilterPruneConfig) for setting in settings.values()):
         return None
     others = {name: text for name, text in (reasons or {}).items() if name not in settings}
-    plan = plan_channels(
+    analysis = follow_channels(
         model, captured.regions, settings, example_inputs, options, others, captured.facts
     )
     if given is None:
-        return plan
+        return analysis
     if isinstance(given, PruneRecord):
-        plan = plan_from_record(plan, given, dict(model.named_modules()))
+        plan = plan_from_record(analysis.plan, given, dict(model.named_modules()))
     else:
-        plan = plan.with_rows(given)
+        plan = analysis.plan.with_rows(given)
     check_fit(model, plan, captured.regions)
-    return plan
+    return Analysis(plan)
 
 
 def kept_channels(plan: PrunePlan) -> dict[str, Tensor]:

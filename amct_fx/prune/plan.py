@@ -5,7 +5,6 @@ Source: spec/pruning.md section 7.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from torch import Tensor
 from amct_fx.errors import PruneError
 from amct_fx.prune.choices import as_mask, check_choice, unit_stays
 from amct_fx.prune.levels import Level, check_levels
+from amct_fx.prune.plan_costs import cost_after, parameters_gone, remaining_sizes
 
 if TYPE_CHECKING:
     from amct_fx.graph.shapes import ShapeFacts
@@ -56,6 +56,11 @@ class Member:
     def key(self) -> str:
         """Name of the tensor in the model."""
         return f"{self.layer}.{self.parameter}" if self.layer else self.parameter
+
+    @property
+    def length(self) -> int:
+        """Number of indices of the axis, over all groups of a convolution."""
+        return self.shape[self.axis] * self.groups
 
 
 @dataclass(frozen=True)
@@ -240,7 +245,7 @@ class PrunePlan:
     def row_sizes(self) -> dict[str, int]:
         """Return the number of output channels of every layer that may lose some, by name."""
         return {
-            member.layer: _length(member)
+            member.layer: member.length
             for _, member in self._members("row")
             if member.parameter == "weight"
         }
@@ -303,7 +308,7 @@ class PrunePlan:
             for member in group.members:
                 if member.role != role or (role == "row" and member.parameter != "weight"):
                     continue
-                sizes[name(member)] = _length(member)
+                sizes[name(member)] = member.length
                 gone[name(member)].update(chain.from_iterable(member.positions[u] for u in cut))
         return {
             key: torch.tensor(sorted(set(range(sizes[key])) - cut), dtype=torch.long)
@@ -379,9 +384,9 @@ class PrunePlan:
 
     def with_costs(self) -> PrunePlan:
         """Return the plan with costs that fit its choice."""
-        sizes = _remaining_sizes(self)
-        costs = tuple(_cost_after(cost, sizes) for cost in self.costs)
-        gone = _parameters_gone(self, sizes)
+        sizes = remaining_sizes(self)
+        costs = tuple(cost_after(cost, sizes) for cost in self.costs)
+        gone = parameters_gone(self, sizes)
         return replace(self, costs=costs, parameters_after=self.parameters - gone)
 
     # Text
@@ -442,14 +447,9 @@ class PrunePlan:
         return plan_from_json(text)
 
 
-def _length(member: Member) -> int:
-    """Return the number of indices of an axis, over all groups of a convolution."""
-    return member.shape[member.axis] * member.groups
-
-
 def _mask(masks: dict[str, Tensor], member: Member, cut: Sequence[int]) -> None:
     """Write the zeros of a member into the mask of its tensor."""
-    flat = torch.ones(_length(member), dtype=torch.bool)
+    flat = torch.ones(member.length, dtype=torch.bool)
     flat[[position for unit in cut for position in member.positions[unit]]] = False
     shape = [1] * len(member.shape)
     if member.groups == 1:
@@ -460,40 +460,3 @@ def _mask(masks: dict[str, Tensor], member: Member, cut: Sequence[int]) -> None:
         shape[0], shape[1] = member.shape[0], member.shape[1]
         mask = rows.repeat_interleave(member.shape[0] // member.groups, 0).reshape(shape)
     masks[member.key] = masks[member.key] & mask if member.key in masks else mask
-
-
-def _remaining_sizes(plan: PrunePlan) -> dict[tuple[str, int], tuple[int, int]]:
-    """Return full and remaining length of every axis that loses something."""
-    sizes: dict[tuple[str, int], tuple[int, int]] = {}
-    for group in plan.groups:
-        cut = group.cut
-        for member in group.members:
-            full, left = sizes.get((member.key, member.axis), (_length(member),) * 2)
-            gone = sum([len(member.positions[unit]) for unit in cut])
-            sizes[member.key, member.axis] = full, left - gone
-    return sizes
-
-
-def _cost_after(cost: LayerCost, sizes: Mapping[tuple[str, int], tuple[int, int]]) -> LayerCost:
-    shape = list(cost.shape)
-    for axis in range(len(shape)):
-        full, left = sizes.get((cost.tensor, axis), (1, 1))
-        shape[axis] = shape[axis] * left // full
-    return replace(cost, macs_after=math.prod(shape) * cost.positions)
-
-
-def _parameters_gone(plan: PrunePlan, sizes: Mapping[tuple[str, int], tuple[int, int]]) -> int:
-    shapes = {
-        member.key: member.shape
-        for group in plan.groups
-        for member in group.members
-        if member.role in ("row", "column", "attached") and "running_" not in member.parameter
-    }
-    gone = 0
-    for key, shape in shapes.items():
-        left = list(shape)
-        for axis in range(len(shape)):
-            full, rest = sizes.get((key, axis), (1, 1))
-            left[axis] = left[axis] * rest // full
-        gone += math.prod(shape) - math.prod(left)
-    return gone

@@ -6,7 +6,7 @@ Source: spec/pruning.md sections 3, 4 and 7.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from amct_fx.prune.channels.units import Group
     from amct_fx.prune.channels.walk import Walk
 
-__all__ = ["plan_channels", "prune_plan"]
+__all__ = ["Analysis", "follow_channels", "plan_channels", "prune_plan"]
 
 
 def plan_channels(
@@ -71,6 +71,34 @@ def plan_channels(
         InputDataError: If the model cannot run on ``example_inputs``.
         ModelError: If there are none, and no usual shape fits.
     """
+    return follow_channels(model, regions, settings, example_inputs, options, reasons, facts).plan
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """A plan, and how the channels that it keeps pass through the model.
+
+    Attributes:
+        plan: The plan.
+        walk: The analysis that it comes from; ``None`` for a plan from elsewhere.
+        replay: The choice of the plan, carried through the graphs.
+    """
+
+    plan: PrunePlan
+    walk: Walk | None = None
+    replay: Replay | None = None
+
+
+def follow_channels(
+    model: nn.Module,
+    regions: Sequence[Region],
+    settings: Mapping[str, PruneConfig],
+    example_inputs: Any = None,
+    options: PruneOptions | None = None,
+    reasons: Mapping[str, str] | None = None,
+    facts: ShapeFacts | None = None,
+) -> Analysis:
+    """As :func:`plan_channels`; return also what removal needs, while the model stays as it is."""
     options = options or PruneOptions()
     if example_inputs is None:
         example_inputs, facts = guess_inputs(model, regions)
@@ -84,7 +112,7 @@ def plan_channels(
         for name, text in (reasons or {}).items()
         if name not in _losing(plan.groups)
     )
-    return replace(plan, pinned=plan.pinned + unreached)
+    return Analysis(replace(plan, pinned=plan.pinned + unreached), walk, state)
 
 
 def build_plan(
@@ -189,8 +217,7 @@ def _by_unit(units: Indices, places: Indices, count: int) -> tuple[tuple[int, ..
 
 
 def _site_member(walk: Walk, site: Site, positions: tuple[tuple[int, ...], ...]) -> Member:
-    tensor = getattr(walk.model.get_submodule(site.layer), site.tensor)
-    shape = tuple(tensor.shape)
+    shape = tuple(walk.tensor(site).shape)
     return Member(site.layer, site.tensor, site.axis, site.role, shape, positions, site.groups)
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from amct_fx.prune.channels.units import Group
     from amct_fx.prune.channels.walk import Walk
     from amct_fx.prune.plan import PrunePlan
+    from amct_fx.prune.planning import Analysis
 
 __all__ = ["KeptIndices", "check_fit", "kept_values", "remove_channels", "run_graphs"]
 
@@ -40,6 +41,7 @@ def remove_channels(
     traced: Sequence[Region] | None = None,
     *,
     install: bool = True,
+    analysis: Analysis | None = None,
 ) -> KeptIndices:
     """Take the channels that a plan cuts out of a model, in place.
 
@@ -52,6 +54,7 @@ def remove_channels(
         plan: What to cut.
         traced: The traced parts of a model that does not run its graphs yet.
         install: Let parts whose graph changed run it.
+        analysis: What the plan comes from, if neither it nor the model has changed since.
 
     Returns:
         What stayed, to slice the state of an optimizer.
@@ -71,8 +74,9 @@ def remove_channels(
         (4, 4, ['0.bias', '0.weight', '2.weight'])
     """
     parts = list(traced) if traced is not None else _regions(model, plan)
-    walk = _analysis(model, plan, parts)
-    state = _replayed(walk, _groups_as_planned(walk, plan))
+    known = (None, None) if analysis is None else (analysis.walk, analysis.replay)
+    walk = known[0] or _analysis(model, plan, parts)
+    state = known[1] or _replayed(walk, _groups_as_planned(walk, plan))
     kept = _changed_selections(walk, state)
     _apply(walk, state, kept)
     for node, (args, kwargs) in state.arguments.items():

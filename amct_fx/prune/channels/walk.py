@@ -132,11 +132,13 @@ class Walk:
         self.names = {module: name for name, module in self.model.named_modules()}
         self.tensors: dict[int, str] = {}
         self.owners: dict[int, set[str]] = {}
+        self._named: dict[str, Tensor] = {}
+        self._modules: dict[fx.Node, nn.Module] = {}
         for name, module in self.model.named_modules():
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
                     full = f"{name}.{key}" if name else key
-                    self.tensors.setdefault(id(tensor), full)
+                    self._named[self.tensors.setdefault(id(tensor), full)] = tensor
                     self.owners.setdefault(id(tensor), set()).add(name)
         self._bound: dict[int, set[str]] = {}
         self._fixed_tensors: dict[int, Pin] = {}
@@ -176,7 +178,10 @@ class Walk:
         """Return the module that a node calls."""
         if node.op != "call_module":
             return None
-        return self.region(node).module.get_submodule(str(node.target))
+        if node not in self._modules:
+            found = self.region(node).module.get_submodule(str(node.target))
+            self._modules[node] = found
+        return self._modules[node]
 
     def name(self, node: fx.Node) -> str:
         """Return the first name in the model of the module that a node calls."""
@@ -302,8 +307,7 @@ class Walk:
     def finish(self) -> None:
         """Pin what is shared with code that the walk did not see."""
         for site in self.sites.values():
-            name = site.key[0]
-            tensor = self._tensor(name)
+            name, tensor = site.key[0], self.tensor(site)
             reason = self._called_elsewhere(id(tensor))
             strangers = self.owners[id(tensor)] - self._bound[id(tensor)]
             if reason is None and strangers:
@@ -319,11 +323,9 @@ class Walk:
             return Pin("shared_module", name, f"{name} is also called by code that is not traced")
         return None
 
-    def _tensor(self, name: str) -> Tensor:
-        path, _, key = name.rpartition(".")
-        tensor = getattr(self.model.get_submodule(path), key)
-        assert isinstance(tensor, Tensor)
-        return tensor
+    def tensor(self, site: Site) -> Tensor:
+        """Return the parameter or buffer that a site is an axis of."""
+        return self._named[site.key[0]]
 
 
 def channel_space(atoms: Tensor, rank: int, axis: int, **details: Any) -> Space:
