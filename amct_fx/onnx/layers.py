@@ -153,9 +153,13 @@ def _layer_of(
 
 
 def _scopes(node: NodeProto) -> list[str]:
+    """Return the module paths around a node, outermost first.
+
+    The last scope is the node itself: ``linear`` for the call of any Linear.
+    """
     for item in node.metadata_props:
         if item.key == _SCOPES:
-            return [str(scope) for scope in ast.literal_eval(item.value)]
+            return [str(scope) for scope in ast.literal_eval(item.value)[:-1]]
     return []
 
 

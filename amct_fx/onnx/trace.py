@@ -202,13 +202,14 @@ def _recorder(name: str, found: dict[str, ModelCall], names: Container[str]) -> 
     return record
 
 
-def run_file(path: str, model: nn.Module, args: tuple[Any, ...]) -> FileRun:
+def run_file(path: str, model: nn.Module, args: tuple[Any, ...], called: Container[str]) -> FileRun:
     """Run a file in onnxruntime, without its optimizations; a deploy file is lowered first.
 
     Args:
         path: The file.
         model: The converted model it was made of; LSTM and GRU may be changed to run whole.
         args: What ``forward`` takes.
+        called: Names of the layers that ``model`` calls in eval mode; the file must hold them.
 
     Raises:
         ExportError: The file cannot be read or run, or holds other layers.
@@ -223,7 +224,8 @@ def run_file(path: str, model: nn.Module, args: tuple[Any, ...]) -> FileRun:
     if whole:
         keep_recurrent_layers_whole(model)
     calls = [call for node in graph.nodes if (call := _call(graph, node, layers)) is not None]
-    missing = [name for name in layers if not any(call.layer is layers[name] for call in calls)]
+    held = {call.layer for call in calls}
+    missing = [name for name, layer in layers.items() if name in called and layer not in held]
     if missing:
         message = f"{path} has no layer {missing[0]!r}; is it a file of this model?"
         raise ExportError(message)

@@ -170,7 +170,7 @@ def verify_onnx(
     args = tree_map(_on_cpu, inputs)
     with torch.no_grad():
         ours = run_model(converted, args)
-        theirs = run_file(name, converted, args)
+        theirs = run_file(name, converted, args, called=ours)
         rows = tuple(_compare(call, theirs, ours.get(call.name)) for call in theirs.calls)
         outputs = zip(theirs.outputs, ours[""].outputs, strict=False)
         output_sqnr = min((_sqnr(a, b) for a, b in outputs), default=math.inf)

@@ -291,3 +291,29 @@ def test_codes_on_ties_do_not_count_against_the_layer_that_reads_them(path):
     assert result.passed
     assert result.rows[0].own_largest <= 1
     assert result.rows[0].own_sqnr > 100
+
+
+class NamedLikeOperators(nn.Module):
+    """Layers with the names that graphs give to calls of other layers, and one that only trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.linear, self.conv2d = (nn.Linear(4, 4) for _ in range(3))
+        self.aux = nn.Linear(4, 2)
+
+    def forward(self, x):
+        y = self.conv2d(self.linear(self.fc(x)))
+        return (y, self.aux(y)) if self.training else y
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
+def test_layers_keep_names_that_operators_have_and_may_run_in_training_only(exporter, format, path):
+    x = rand(5, 4)
+    prepared = prepare_qat_amct(NamedLikeOperators())
+    for _ in range(2):
+        prepared(x)
+    export_onnx(prepared, x, path, format=format, exporter=exporter, opset=18)
+    result = verify_onnx(path, prepared, x)
+    assert result.passed, str(result)
+    assert [row.name for row in result.rows] == ["fc", "linear", "conv2d"]
