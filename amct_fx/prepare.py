@@ -160,7 +160,8 @@ def prepare_qat_amct(
             prepared, found.captured, settings, example_inputs, prune_options, plan, reasons
         )
 
-    warn_of_reused_layers(found.facts)
+    if resolution is None or resolution.quantize:
+        warn_of_reused_layers(found.facts)
     chosen = None if analysis is None else analysis.plan
     quantize = outputs == "quantize"
     rule: FixedMinRule = "nonnegative" if quantize else fixed_min_rule
