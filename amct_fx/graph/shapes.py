@@ -7,6 +7,7 @@ island that decides by values), it runs once on the real example. Source: spec/p
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -78,7 +79,7 @@ def propagate_shapes(
     """
     listed, call = list(regions), as_call(example_inputs)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, _QuickBatchNorm():
+        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _QuickBatchNorm():
             fake = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, call)
             return _run(model, listed, fake)
     except Exception:  # the model is the user's; islands may do what fake tensors cannot
@@ -88,6 +89,17 @@ def propagate_shapes(
     except Exception as error:
         message = f"the model cannot run on example_inputs: {type(error).__name__}: {error}"
         raise InputDataError(message) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Let a run that fails be tried otherwise without a page of errors in the log of torch."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 class _QuickBatchNorm(TorchFunctionMode):
