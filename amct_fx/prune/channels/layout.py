@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from amct_fx.prune.channels.ahead import united_ahead
 from amct_fx.prune.channels.atoms import Pin
 from amct_fx.prune.channels.elementwise import Handler, elementwise
 from amct_fx.prune.channels.rearrange import (
+    Run,
     Shape,
     axes_only,
     dense_arguments,
@@ -61,7 +63,18 @@ def view(walk: Walk, node: fx.Node) -> None:
     def arguments(state: Replay, sizes: list[Shape]) -> Any:
         return _with_sizes(walk, node, state, sizes[0])
 
+    _rearrange_for_next(walk, node, run, arguments)
+
+
+def _rearrange_for_next(walk: Walk, node: fx.Node, run: Run, arguments: Any) -> None:
+    """Handle a view, whose channels are those of the layer that reads it."""
+    source = source_of(node)
+    own, united = walk.space(source), united_ahead(walk, node, run)
+    if united is not None:
+        walk.spaces[source] = united
     rearrange(walk, node, run, arguments, sized=True)
+    if united is not None:
+        walk.spaces[source] = own
 
 
 def _items(value: Any) -> list[Any]:
@@ -132,7 +145,7 @@ def unflatten(walk: Walk, node: fx.Node) -> None:
             return None
         return (*node.args[:2], wanted), dict(node.kwargs)
 
-    rearrange(walk, node, run, arguments, sized=True)
+    _rearrange_for_next(walk, node, run, arguments)
 
 
 @dataclass

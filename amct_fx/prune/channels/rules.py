@@ -28,7 +28,14 @@ if TYPE_CHECKING:
 
     from amct_fx.prune.channels.elementwise import Handler
 
-__all__ = ["handle", "known_class", "moves_elements", "visit"]
+__all__ = [
+    "handle",
+    "is_elementwise",
+    "known_class",
+    "moves_elements",
+    "reads_axis_1",
+    "visit",
+]
 
 MODULES: dict[type[nn.Module], Handler] = {
     **elementwise.MODULES,
@@ -103,6 +110,20 @@ def moves_elements(walk: Walk, node: fx.Node) -> bool:
     return handler in _MOVING and handler is not elementwise.elementwise
 
 
+def is_elementwise(walk: Walk, node: fx.Node) -> bool:
+    """Say whether a node acts on every element alone."""
+    return _handler(walk, node) in (elementwise.elementwise, elementwise.first_only)
+
+
+def reads_axis_1(walk: Walk, node: fx.Node) -> bool:
+    """Say whether the channels that a node reads lie along axis 1."""
+    return _handler(walk, node) in _OVER_AXIS_1
+
+
+_OVER_AXIS_1 = (
+    *(layers.conv, layers.deconv, norms.batch_norm, norms.functional_batch_norm),
+    *(norms.group_norm, norms.functional_group_norm),
+)
 _LAYERS = (layers.conv, layers.deconv, layers.linear)
 _MOVING = frozenset(
     handler
