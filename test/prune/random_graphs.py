@@ -125,8 +125,22 @@ class Builder:
         kinds = [nn.BatchNorm2d(c), nn.InstanceNorm2d(c, affine=True), nn.GroupNorm(c, c)]
         kinds += [nn.PReLU(c), nn.BatchNorm2d(c, affine=False), nn.LayerNorm(SIDE)]
         if c % 2 == 0:
-            kinds.append(nn.GroupNorm(c // 2, c))
+            kinds += [nn.GroupNorm(c // 2, c), nn.GroupNorm(2, c)]
+        if self.integer(0, 3) == 0:
+            self.channel_norm(source)
+            return
         self.module("norm", kinds[self.integer(0, len(kinds) - 1)], source, c)
+
+    def channel_norm(self, source: Value) -> None:
+        """Normalise over the channels."""
+        c, number = source.channels, source.number
+        kinds = [nn.LayerNorm(c), nn.RMSNorm(c), nn.LayerNorm(c, elementwise_affine=False)]
+        index = self.net.layer(kinds[self.integer(0, len(kinds) - 1)])
+
+        def run(net: RandomNet, values: list[Tensor]) -> Tensor:
+            return net.layers[index](values[number].permute(0, 2, 3, 1)).movedim(-1, 1)
+
+        self.add(f"channel_norm[{index}]({number})->{c}", run, c)
 
     def unary(self) -> None:
         source = self.pick()
@@ -313,12 +327,27 @@ class Builder:
 
         self.add(f"flat[{index}]({number})->8", run, 8)
 
+    def generator(self) -> None:
+        """Make a map of the outputs of a Linear, and let a transposed convolution read it."""
+        source = self.pick()
+        channels = self.integer(2, 6)
+        index = self.net.layer(nn.Linear(source.channels, channels * 4))
+        up = self.net.layer(nn.ConvTranspose2d(channels, channels, 2, stride=2))
+        number = source.number
+
+        def run(net: RandomNet, values: list[Tensor]) -> Tensor:
+            flat = net.layers[index](values[number].mean((2, 3)))
+            return net.layers[up](F.relu(flat).view(-1, channels, SIDE // 2, SIDE // 2))
+
+        self.add(f"generator[{index}]({number})->{channels}", run, channels)
+
 
 STEPS = (
     *(Builder.conv, Builder.conv, Builder.conv, Builder.depthwise, Builder.deconv, Builder.norm),
     *(Builder.unary, Builder.binary, Builder.binary, Builder.gate, Builder.concat, Builder.halves),
     *(Builder.split, Builder.shuffle, Builder.linear, Builder.attention, Builder.again),
     *(Builder.flat_head, Builder.affine, Builder.functional, Builder.parts),
+    Builder.generator,
 )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from amct_fx.prune.channels.ahead import united_ahead
 from amct_fx.prune.channels.atoms import Pin
 from amct_fx.prune.channels.elementwise import Handler, elementwise
+from amct_fx.prune.channels.parts import take_parts
 from amct_fx.prune.channels.rearrange import (
     Run,
     Shape,
@@ -35,6 +36,7 @@ __all__ = ["FUNCTIONS", "METHODS", "MODULES", "Expanded"]
 
 def attribute(walk: Walk, node: fx.Node) -> None:
     """Handle ``getattr``: transposed views and shapes; other attributes are plain values."""
+    source: Any = node.args[0]
     if node.args[1] in ("T", "mT"):
         rearrange(walk, node, same_call(walk, node), unchanged)
     elif node.args[1] in ("data",):
@@ -42,10 +44,13 @@ def attribute(walk: Walk, node: fx.Node) -> None:
         space = walk.space(node.args[0])
         if space is not None:
             walk.steps.append(Joined(node, (node.args[0],), space))
+    elif node.args[1] in _RESULTS and isinstance(walk.spaces.get(source), tuple):
+        take_parts(walk, node, walk.spaces[source], _RESULTS.index(str(node.args[1])))
     elif walk.shape(node) is not None or node.args[1] not in _OF_NO_CHANNELS:
         walk.pin_inputs(node, "unknown_op", f"attribute {node.args[1]!r} is not known")
 
 
+_RESULTS = ("values", "indices")
 _OF_NO_CHANNELS = {"shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_cuda"}
 """Attributes of tensors that say nothing of the channels, or follow them."""
 

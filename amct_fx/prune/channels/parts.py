@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from amct_fx.prune.channels.elementwise import Handler
     from amct_fx.prune.channels.walk import Walk
 
-__all__ = ["FUNCTIONS", "METHODS"]
+__all__ = ["FUNCTIONS", "METHODS", "take_parts"]
 
 
 def split(walk: Walk, node: fx.Node) -> None:
@@ -147,7 +147,7 @@ def getitem(walk: Walk, node: fx.Node) -> None:
     source, index = node.args
     value = walk.spaces.get(source) if isinstance(source, fx.Node) else None
     if isinstance(value, tuple) and isinstance(index, (int, slice)):
-        _take_parts(walk, node, value, index)
+        take_parts(walk, node, value, index)
         return
     if isinstance(walk.fact(source), tuple) or walk.space(source) is None:
         known = [source] if isinstance(source, fx.Node) else []
@@ -187,7 +187,7 @@ def narrow(walk: Walk, node: fx.Node) -> None:
     _slice(walk, node, items, arguments)
 
 
-def _take_parts(walk: Walk, node: fx.Node, value: tuple[Any, ...], index: int | slice) -> None:
+def take_parts(walk: Walk, node: fx.Node, value: tuple[Any, ...], index: int | slice) -> None:
     """Handle one result, or a slice, of a node with several."""
     source: Any = node.args[0]
     places = range(len(value))[index]

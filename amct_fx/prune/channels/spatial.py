@@ -71,12 +71,24 @@ def _same_axes(walk: Walk, node: fx.Node, axes: set[int], *, zero: bool) -> None
     if others:
         walk.pin_inputs(node, "unknown_op", "it reads several tensors with channels")
         return
-    if isinstance(results, tuple):
+    out = Space(space.atoms, space.axis, zero=space.zero and zero, records=space.records)
+    if not isinstance(results, tuple):
+        walk.spaces[node] = out
+        walk.steps.append(Joined(node, (source,), out))
+        return
+    if any(not _keeps_axes(walk, source, item, space) for item in results):
         walk.pin_inputs(node, "unknown_op", "it has several results")
         return
-    out = Space(space.atoms, space.axis, zero=space.zero and zero, records=space.records)
-    walk.spaces[node] = out
-    walk.steps.append(Joined(node, (source,), out))
+    walk.spaces[node] = tuple(out for _ in results)
+    every = tuple(range(space.atoms.dim()))
+    for index in range(len(results)):
+        walk.steps.append(Reduced(node, source, (node, index), out, every))
+
+
+def _keeps_axes(walk: Walk, source: Any, result: Any, space: Space) -> bool:
+    """Say whether one of several results has the channels of the source on the same axes."""
+    before, after = walk.shape(source) or (), getattr(result, "shape", ())
+    return len(before) == len(after) and all(before[a] == after[a] for a in space.axes)
 
 
 def reduce(walk: Walk, node: fx.Node) -> None:
@@ -133,15 +145,12 @@ def _ints(value: Any) -> list[int]:
     return [value] if isinstance(value, int) else list(value)
 
 
-_POOLS = {
-    1: "max_pool1d avg_pool1d adaptive_avg_pool1d lp_pool1d adaptive_max_pool1d",
-    2: "max_pool2d avg_pool2d adaptive_avg_pool2d lp_pool2d adaptive_max_pool2d",
-    3: "max_pool3d avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d",
-}
+_POOLS = ("max_pool", "avg_pool", "lp_pool", "adaptive_avg_pool", "adaptive_max_pool")
 FUNCTIONS: dict[Any, Handler] = {
     getattr(scope, name): over_last(count)
-    for count, names in _POOLS.items()
-    for name in names.split()
+    for count in (1, 2, 3)
+    for kind in _POOLS
+    for name in (f"{kind}{count}d", f"{kind}{count}d_with_indices")
     for scope in (F, torch)
     if hasattr(scope, name)
 }
@@ -152,6 +161,9 @@ FUNCTIONS |= {F.glu: along(1, default=-1), F.normalize: along(2, default=1)}
 _CUMULATIVE = (torch.cumsum, torch.cumprod, torch.logcumsumexp)
 FUNCTIONS |= {function: along(1) for function in _CUMULATIVE}
 FUNCTIONS |= {torch.index_select: along(1)}
+_SORTS = {name: along(1, default=-1) for name in ("sort", "argsort", "cummax", "cummin")}
+_SORTS["topk"] = along(2, default=-1)
+FUNCTIONS |= {getattr(torch, name): handler for name, handler in _SORTS.items()}
 _REDUCTIONS = (
     *("mean", "sum", "amax", "amin", "max", "min", "std", "var", "prod", "logsumexp", "norm"),
     *("argmax", "argmin", "median", "all", "any", "nansum", "nanmean"),
@@ -159,7 +171,7 @@ _REDUCTIONS = (
 FUNCTIONS |= {getattr(torch, name): reduce for name in _REDUCTIONS if hasattr(torch, name)}
 METHODS: dict[str, Handler] = {name: reduce for name in _REDUCTIONS}
 METHODS |= {name: along(1) for name in ("softmax", "log_softmax", "cumsum", "cumprod")}
-METHODS |= {"index_select": along(1)}
+METHODS |= {"index_select": along(1), **_SORTS}
 MODULES: dict[type[nn.Module], Handler] = {
     getattr(nn, f"{kind}{count}d"): over_last(count)
     for kind in (
