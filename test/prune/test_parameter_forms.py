@@ -211,3 +211,37 @@ def test_a_parameter_of_blocks_is_the_same_for_all_of_them() -> None:
         return m.b(both[..., :8] + both[..., 8:])
 
     assert widths(whole, tokens=True) == dict.fromkeys(("a", "c", "gamma"), 4)
+
+
+def test_a_part_that_the_example_did_not_reach_keeps_what_it_reads() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nets.conv(3, 8), nets.conv(8, 4)
+            self.gamma = nn.Parameter(torch.rand(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x) * self.gamma[:, None, None])
+
+    class Other(nn.Module):
+        def __init__(self, inner: Inner) -> None:
+            super().__init__()
+            self.c, self.inner = nets.conv(4, 8), inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(x) * self.inner.gamma[:, None, None]
+
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+            self.other = Other(self.inner)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inner(x)
+            return self.other(y) if y.sum() > 1e9 else y
+
+    model = nets.golden_weights(Chooses())
+    plan = plan_for(model, IMAGE)
+    assert kept(plan) == {}
+    assert_exact(model, plan, IMAGE)

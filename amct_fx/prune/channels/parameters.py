@@ -246,13 +246,15 @@ def _seen_after(walk: Walk, nodes: list[fx.Node]) -> list[fx.Node]:
 
 def pin_other_reads(walk: Walk) -> None:
     """Pin parameters that something reads whose rule does not know of their channels."""
-    for node in walk.seen:
+    for node in (node for region in walk.regions for node in region.graph.nodes):
         tensor = walk.owned_tensor(node)
         keys = [] if tensor is None else walk.sites_of(tensor)
         if not keys or tensor is None:
             continue
         laid = walk.space(node)
         strangers = [user for user in node.users if not _knows(walk, node, user, tensor)]
+        if node not in walk.seen:  # in a traced part that the example did not reach
+            strangers.append(node)
         if laid is not None and any(axis != laid.axis for _, axis in keys):
             strangers.append(node)
         for user in strangers[:1]:
