@@ -50,6 +50,23 @@ class Residual(nn.Module):
         return self.last(F.relu(self.head(torch.flatten(x, 1))))
 
 
+class BasicBlock(nn.Module):
+    """As in torchvision: one ReLU, called inside and behind the addition."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(inputs, outputs, 1), nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2, self.bn2 = nn.Conv2d(outputs, outputs, 1), nn.BatchNorm2d(outputs)
+        self.downsample = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += x if self.downsample is None else self.downsample(x)
+        return self.relu(out)
+
+
 class Pairs(nn.Module):
     """A module that returns a tuple, one that takes two inputs, and a function of both."""
 

@@ -19,7 +19,7 @@ from amct_fx.graph import fx_graph_of, regions
 from amct_fx.graph.runtime_guard import OPEN
 from test.networks import NetWithIsland
 
-from .models import Chain, Pairs, Residual, calibrated, images, trained_norms
+from .models import BasicBlock, Chain, Pairs, Residual, calibrated, images, trained_norms
 
 GROUP = 'distill_group {{ start_layer_name: "{}" end_layer_name: "{}" }}\n'
 
@@ -32,6 +32,11 @@ def cases() -> dict[str, tuple[nn.Module, str | None, Tensor]]:
         "user group": (Residual(), GROUP.format("c1", "head"), images()[0]),
         "norm first": (Chain(), GROUP.format("b1", "c2"), images()[0]),
         "inplace first": (Chain(), GROUP.format("r1", "c2"), images()[0]),
+        "whole blocks": (
+            nn.Sequential(nn.Conv2d(3, 4, 1), BasicBlock(4, 4), BasicBlock(4, 6)),
+            GROUP.format("1.conv1", "1.relu") + GROUP.format("2.conv1", "2.relu"),
+            images()[0],
+        ),
         "tuple": (Pairs(), GROUP.format("a", "pool"), torch.randn(2, 5, 6)),
         "attention": (Pairs(), GROUP.format("attend", "attend"), torch.randn(2, 5, 6)),
         "two inputs": (Pairs(), GROUP.format("join", "b"), torch.randn(2, 5, 6)),

@@ -19,6 +19,8 @@ from test.golden import networks
 from test.golden.networks import PlainChain, ReusedModule
 from test.networks import NetWithIsland
 
+from .models import BasicBlock
+
 
 def conv(inputs: int = 3, outputs: int = 3) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, 1)
@@ -283,23 +285,6 @@ def test_modules_that_are_called_twice_fit_no_group() -> None:
     with pytest.raises(ConfigError, match="batch norm 'bn' is called 2 times"):
         names(SharedRelu(), user("c3", "c4"))
     assert names(SharedRelu(), user("c2", "r"))[:2] == [["c1", "r"], ["c2", "r"]]
-
-
-class BasicBlock(nn.Module):
-    """As in torchvision: one ReLU, called inside and behind the addition."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = conv(inputs, outputs), nn.BatchNorm2d(outputs)
-        self.relu = nn.ReLU(inplace=True)
-        self.conv2, self.bn2 = conv(outputs, outputs), nn.BatchNorm2d(outputs)
-        self.downsample = conv(inputs, outputs) if inputs != outputs else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.bn2(self.conv2(out))
-        out += x if self.downsample is None else self.downsample(x)
-        return self.relu(out)
 
 
 @pytest.mark.parametrize("outputs", [3, 4])
