@@ -16,6 +16,7 @@ from torch.ao.quantization import FakeQuantizeBase
 
 from amct_fx.graph import GraphForward, fx_graph_of, module_of, regions
 from amct_fx.graph.serialize import graph_from_record, graph_to_record
+from amct_fx.nn.qat_layer import QATLayer
 
 if TYPE_CHECKING:
     from amct_fx.distillation.groups import Group
@@ -25,6 +26,7 @@ __all__ = [
     "Cut",
     "cut_of",
     "extract",
+    "fewest_bits",
     "float_graph",
     "is_quantizer",
     "own_nodes",
@@ -140,6 +142,26 @@ def extract(
         copies[node] = graph.node_copy(node, copied)
     graph.output(tuple(copied(node) for node in outputs))
     return fx.GraphModule(root, graph)
+
+
+def fewest_bits(student: nn.Module, cuts: Sequence[Cut]) -> list[int | None]:
+    """Return for each group the width of the coarsest weights in it and in the groups before.
+
+    Args:
+        student: The student.
+        cuts: The groups, in order.
+
+    Returns:
+        ``None`` as long as there are no quantized weights.
+    """
+    found: list[int | None] = []
+    fewest: int | None = None
+    for cut in cuts:
+        layers = map(student.get_submodule, cut.names)
+        widths = [layer.weight_bits for layer in layers if isinstance(layer, QATLayer)]
+        fewest = min([*widths, *([] if fewest is None else [fewest])], default=None)
+        found.append(fewest)
+    return found
 
 
 class Block:

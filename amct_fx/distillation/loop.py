@@ -115,6 +115,7 @@ class GroupTrainer:
         block: Block,
         measured: Batches,
         epochs: Sequence[Batches],
+        bits: int | None = None,
     ) -> GroupHistory:
         """Train one group.
 
@@ -122,6 +123,7 @@ class GroupTrainer:
             block: The group in the student.
             measured: Gives the batches on which states are compared.
             epochs: Gives the batches of each epoch.
+            bits: Of the coarsest weights up to this group; ``None``: those of the group.
 
         Raises:
             DistillError: Something in the block failed; names the group.
@@ -140,7 +142,8 @@ class GroupTrainer:
             self._progress.advance(self._steps)
             return history
         try:
-            self._train(block, Trained.of(block.module, parameters), measured, epochs, history)
+            trained = Trained.of(block.module, parameters, bits)
+            self._train(block, trained, measured, epochs, history)
         except AmctError:
             raise
         except Exception as error:  # the user's loss, optimizer or layers

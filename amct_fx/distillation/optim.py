@@ -48,8 +48,8 @@ class Trained:
         scales: Learned scales of weights.
         rest: Weights, biases, and what else the modules own.
         spans: Width of the input range that each clip belongs to.
-        quantum: Smallest mean step between two codes among the quantized weights of the group;
-            infinite without any.
+        quantum: Smallest mean distance between two codes among the quantized weights of the
+            group, as coarse as those in front of it; infinite without any.
     """
 
     clips: list[nn.Parameter] = field(default_factory=list)
@@ -59,12 +59,16 @@ class Trained:
     quantum: float = math.inf
 
     @classmethod
-    def of(cls, module: nn.Module, parameters: Iterable[nn.Parameter]) -> Trained:
+    def of(
+        cls, module: nn.Module, parameters: Iterable[nn.Parameter], bits: int | None = None
+    ) -> Trained:
         """Sort parameters.
 
         Args:
             module: Holds the quantizers.
             parameters: Those that are trained.
+            bits: Of the coarsest weights up to this group, whose errors it makes up for; ``None``:
+                as its own.
         """
         spans = {
             clip: float(part.clip_max.detach() - part.clip_min.detach())
@@ -75,7 +79,7 @@ class Trained:
         scales = {
             part.scale for part in module.modules() if isinstance(part, ULQWeightFakeQuantize)
         }
-        found = cls(quantum=_quantum(module))
+        found = cls(quantum=_quantum(module, bits))
         for parameter in parameters:
             if parameter in spans:
                 found.clips.append(parameter)
@@ -96,14 +100,18 @@ class Trained:
 
 
 @torch.no_grad()
-def _quantum(module: nn.Module) -> float:
-    scales = [
-        float(layer.weight_scale(name).mean())
+def _quantum(module: nn.Module, bits: int | None) -> float:
+    distances = [
+        float(layer.weight_scale(name).mean()) * 2.0 ** (layer.weight_bits - _fewest(layer, bits))
         for layer in module.modules()
         if isinstance(layer, QATLayer)
         for name in layer.weight_names
     ]
-    return min(scales, default=math.inf)
+    return min(distances, default=math.inf)
+
+
+def _fewest(layer: QATLayer, bits: int | None) -> int:
+    return layer.weight_bits if bits is None else min(bits, layer.weight_bits)
 
 
 def default_optimizer(
@@ -124,7 +132,8 @@ def default_optimizer(
         trained: The parameters of the group.
         lr: For weights, biases and batch norms, at most.
         weight_step: Largest step of these, as a share of the distance between two codes of the
-            quantized weights in the group; ``None``: no limit.
+            quantized weights in the group; ``None``: no limit. Behind coarser weights, whose errors
+            the group makes up for, the distance counts as if its own were as coarse.
         clip_lr: For clips; ``None``: 0.1, but at most a hundredth of the range. A fixed step of
             0.1 would cross a range such as [-0.2, 0.2] in a few steps.
         factor: For all learning rates.

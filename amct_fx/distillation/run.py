@@ -17,7 +17,7 @@ from torch import nn
 from amct_fx.copying import shadow_model
 from amct_fx.distillation.cache import ActivationCache, Folder, free_memory
 from amct_fx.distillation.calibrate import calibrate, calibration_batches
-from amct_fx.distillation.cuts import Block
+from amct_fx.distillation.cuts import Block, fewest_bits
 from amct_fx.distillation.exam import Exam, tensors_of, undo_harmful_groups
 from amct_fx.distillation.lessons import (
     CachedLessons,
@@ -230,12 +230,13 @@ class _Run:
                 resumable.save(state, self._student)
             with ProgressBar(lessons.steps * len(self._cuts), shown) as bar:
                 trainer = GroupTrainer(options, bar, lessons.steps)
+                bits = fewest_bits(shadow, self._cuts)
                 for number in range(state.done, len(self._cuts)):
                     bar.describe(str(self._cuts[number]))
                     block = Block(shadow, self._cuts[number])
-                    state.history.groups.append(
-                        trainer.train(block, lessons.measured(number), lessons.epochs(number))
-                    )
+                    measured, epochs = lessons.measured(number), lessons.epochs(number)
+                    group = trainer.train(block, measured, epochs, bits[number])
+                    state.history.groups.append(group)
                     state.done = number + 1
                     resumable.save(state, self._student)
                 if options.keep_best:
@@ -256,7 +257,8 @@ class _Run:
         block = Block(exam.student, self._cuts[last])
         before = TensorSnapshot([*block.module.parameters(), *block.module.buffers()])
         lessons.students.forget()
-        group = trainer.train(block, lessons.measured(last), lessons.epochs(last))
+        bits = fewest_bits(exam.student, self._cuts)[last]
+        group = trainer.train(block, lessons.measured(last), lessons.epochs(last), bits)
         error = exam.error()
         if history.model_after is not None and error < history.model_after:
             history.model_after = error

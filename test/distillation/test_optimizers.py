@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import amct_fx
-from amct_fx.distillation import history_of
+from amct_fx.distillation import distillation_of, history_of
+from amct_fx.distillation.cuts import Block, fewest_bits
 from amct_fx.distillation.optim import WEIGHT_STEP, Trained, default_optimizer
 from amct_fx.observers import ULQWeightFakeQuantize
 
@@ -154,6 +155,23 @@ def test_one_step_moves_no_weight_further_than_a_share_of_the_distance_of_codes(
     free = amct_fx.prepare_distill_amct(teacher, cfg)
     amct_fx.distill(teacher, free, images(1), weight_step=None, **options)
     assert (free.fc.weight - teacher.fc.weight).abs().max() > 0.9
+
+
+def test_behind_coarser_weights_a_group_may_take_larger_steps() -> None:
+    text = (
+        'distill_override_layers { layer_name: "c2" distill_weight_quant_config '
+        "{ arq_distill { dst_type: INT4 } } }"
+    )
+    student = amct_fx.prepare_distill_amct(trained_norms(Chain()), text)
+    cuts = distillation_of(student).cuts
+    assert fewest_bits(student, cuts) == [8, 4, 4]
+    own = [Trained.of(Block(student, cut).module, ()).quantum for cut in cuts]
+    assert own[0] == pytest.approx(float(student.c1.weight_scale().mean()))
+    behind = [
+        Trained.of(Block(student, cut).module, (), bits).quantum
+        for cut, bits in zip(cuts, fewest_bits(student, cuts), strict=True)
+    ]
+    assert behind == pytest.approx([own[0], own[1], 16 * own[2]])
 
 
 @pytest.fixture(scope="module")
