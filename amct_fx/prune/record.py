@@ -47,12 +47,17 @@ class PruneRecord:
         removed: The removed output channels of every producer, none for an empty tuple.
         masks: The 2:4 masks, bool, by name of the layer.
         groups: The producers that lose the same channels.
+        consumers: What every other layer of a group loses; AMCT's nodes of additions and
+            concatenations are here, too.
+        ends: For every producer the place behind the last channel of its groups.
         path: The file.
     """
 
     removed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     masks: Mapping[str, Tensor] = field(default_factory=dict)
     groups: tuple[tuple[str, ...], ...] = ()
+    consumers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    ends: Mapping[str, int] = field(default_factory=dict)
     path: str = ""
 
     @property
@@ -64,7 +69,8 @@ class PruneRecord:
 def read_prune_record(path: str | os.PathLike[str]) -> PruneRecord:
     """Read the pruning part of a record file, made by AMCT or by this package.
 
-    The consumers of a group are not read: the analysis of the model finds them.
+    The consumers of a group decide nothing, the analysis of the model finds them; what they lose
+    is read to be compared.
 
     Args:
         path: The file.
@@ -72,27 +78,49 @@ def read_prune_record(path: str | os.PathLike[str]) -> PruneRecord:
     Raises:
         AmctFileNotFoundError: There is no such file.
         RecordParseError: It is no record file.
-        RecordError: A mask does not fit its shape.
+        RecordError: An attribute is of another type, a mask does not fit its shape; names the
+            layer.
     """
     from amct_fx.record import read_record_message
 
     removed: dict[str, tuple[int, ...]] = {}
+    consumers: dict[str, tuple[int, ...]] = {}
+    ends: dict[str, int] = {}
     masks: dict[str, Tensor] = {}
     groups = []
     for entry in read_record_message(path).prune_record:
+        for nodes, gone in ((entry.producer, removed), (entry.consumer, consumers)):
+            for node in nodes:
+                ints = _integers(node, "prune_index", path)
+                gone[node.name] = tuple(sorted({*gone.get(node.name, ()), *ints}))
         for node in entry.producer:
-            ints = _attributes(node).get("prune_index", ())
-            removed[node.name] = tuple(sorted({*removed.get(node.name, ()), *ints}))
+            end = next((item.i for item in node.attr if item.name == "end"), 0)
+            ends[node.name] = max(ends.get(node.name, 0), end)
         if entry.producer:
             groups.append(tuple(node.name for node in entry.producer))
         if entry.HasField("selective_prune"):
-            node = entry.selective_prune
-            found = _attributes(node)
-            if "mask_shape" not in found or "selective_mask" not in found:
-                message = f"layer {node.name!r} needs mask_shape and selective_mask"
-                raise RecordError(message)
-            masks[node.name] = unpack_mask(found["selective_mask"], found["mask_shape"])
-    return PruneRecord(removed, masks, tuple(groups), str(path))
+            masks[entry.selective_prune.name] = _mask_of(entry.selective_prune, path)
+    return PruneRecord(removed, masks, tuple(groups), consumers, ends, str(path))
+
+
+def _mask_of(node: Any, path: Any) -> Tensor:
+    """Return the 2:4 mask of a layer.
+
+    Raises:
+        RecordError: It has none, or one of another size.
+    """
+    shape, packed = (_integers(node, key, path) for key in ("mask_shape", "selective_mask"))
+    if not shape or not packed:
+        message = f"{path}: layer {node.name!r} needs mask_shape and selective_mask"
+        raise RecordError(message)
+    if min(shape) < 1:
+        message = f"{path}: layer {node.name!r} cannot have the mask_shape {shape}"
+        raise RecordError(message)
+    try:
+        return unpack_mask(packed, shape)
+    except RecordError as error:
+        message = f"{path}: layer {node.name!r}: {error}"
+        raise RecordError(message) from None
 
 
 def plan_from_record(plan: PrunePlan, record: PruneRecord, names: Iterable[str]) -> PrunePlan:
@@ -104,8 +132,8 @@ def plan_from_record(plan: PrunePlan, record: PruneRecord, names: Iterable[str])
         names: The modules of the model.
 
     Raises:
-        PruneError: The record names layers that the model lacks, or channels that the analysis does
-            not find safe to remove together.
+        PruneError: The record names layers that the model lacks, channels that the analysis does
+            not find safe to remove together, or other channels of the layers that read them.
     """
     known = set(names)
     missing = [name for name in (*record.removed, *record.masks) if name not in known]
@@ -124,12 +152,41 @@ def plan_from_record(plan: PrunePlan, record: PruneRecord, names: Iterable[str])
     for name in prunable:
         stays = torch.ones(sizes[name], dtype=torch.bool)
         removed = list(record.removed.get(name, ()))
-        if removed and not 0 <= removed[0] <= removed[-1] < sizes[name]:
-            message = f"{record.path}: {name!r} has channels 0 to {sizes[name] - 1}, not {removed}"
+        last = max(removed[-1] if removed else 0, record.ends.get(name, 0) - 1)
+        if last >= sizes[name] or (removed and removed[0] < 0):
+            wrong = (
+                removed if removed and not 0 <= removed[0] <= removed[-1] < sizes[name] else last
+            )
+            message = f"{record.path}: {name!r} has channels 0 to {sizes[name] - 1}, not {wrong}"
             raise PruneError(message)
         stays[removed] = False
         rows[name] = stays
-    return plan.with_rows(rows) if rows else plan
+    if not rows:
+        return plan
+    try:
+        chosen = plan.with_rows(rows)
+    except PruneError as error:
+        message = f"{record.path}: {error}"
+        raise PruneError(message) from None
+    _check_consumers(chosen, record, known)
+    return chosen
+
+
+def _check_consumers(plan: PrunePlan, record: PruneRecord, known: set[str]) -> None:
+    """Compare what the layers behind the producers lose: another model may have the same names."""
+    ours: dict[str, set[int]] = {}
+    for group in plan.groups:
+        for role in ("attached", "column"):
+            for name, members in _nodes(group, role).items():
+                if name not in group.producers or role == "column":
+                    ours.setdefault(name, set()).update(_gone(group, members))
+    for name, channels in record.consumers.items():
+        if name in known and set(channels) != ours.get(name, set()):
+            message = (
+                f"{record.path}: {name!r} loses the channels {list(channels)} there, in this model "
+                f"it would be {sorted(ours.get(name, ()))}; the record is of another model"
+            )
+            raise PruneError(message)
 
 
 def set_m4n2_masks(model: nn.Module, record: PruneRecord) -> None:
@@ -201,7 +258,7 @@ def _write_node(
 ) -> None:
     """Describe one producer or consumer of a group."""
     places = [place for member in members for unit in member.positions for place in unit]
-    gone = {place for member in members for unit in group.cut for place in member.positions[unit]}
+    gone = _gone(group, members)
     layer: Any = model.get_submodule(name)
     is_producer = members[0].role == "row"
     node.name = name
@@ -228,10 +285,26 @@ def _type_of(layer: nn.Module) -> str:
     return "Conv" if "Conv" in type(layer).__name__ else type(layer).__name__
 
 
+def _gone(group: PruneGroup, members: Iterable[Member]) -> set[int]:
+    """Return the places that a layer loses."""
+    return {place for member in members for unit in group.cut for place in member.positions[unit]}
+
+
 def _ints(node: Any, name: str, values: Iterable[int]) -> None:
     node.attr.add(name=name, type="INTS", ints=[int(value) for value in values])
 
 
-def _attributes(node: Any) -> dict[str, tuple[int, ...]]:
-    """Return the lists of integers of a node, by name."""
-    return {attribute.name: tuple(attribute.ints) for attribute in node.attr if attribute.ints}
+def _integers(node: Any, name: str, path: Any) -> tuple[int, ...]:
+    """Return a list of integers of a node; nothing if it has none.
+
+    Raises:
+        RecordError: The attribute holds something else.
+    """
+    found: tuple[int, ...] = ()
+    for attribute in node.attr:
+        if attribute.name == name:
+            if attribute.HasField("i") or attribute.floats or attribute.strings:
+                message = f"{path}: layer {node.name!r}: {name} must be of type INTS, with ints"
+                raise RecordError(message)
+            found = tuple(attribute.ints)
+    return found

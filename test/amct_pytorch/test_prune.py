@@ -257,9 +257,51 @@ def test_a_prepared_model_is_refused(tmp_path):
         amct.create_prune_retrain_model(**arguments(tmp_path, model=prepared))
 
 
+def gone(role: str, name: str, *indices: int, more: str = "") -> str:
+    ints = " ".join(f"ints: {index}" for index in indices)
+    attribute = f'attr {{ name: "prune_index" type: INTS {ints} }}' if indices else ""
+    return f'prune_record {{ {role} {{ name: "{name}" {attribute} {more} }} }} '
+
+
+def mask(name: str, shape: tuple[int, ...], count: int) -> str:
+    sizes, ints = " ".join(f"ints: {size}" for size in shape), "ints: -1 " * count
+    return (
+        f'prune_record {{ selective_prune {{ name: "{name}" attr {{ name: "mask_shape" {sizes} }}'
+        f' attr {{ name: "selective_mask" {ints} }} }} }}'
+    )
+
+
+HALF = gone("producer", "c1", 0, 4, 6, 7)
+
+
 @pytest.mark.parametrize(
     ("text", "error", "match"),
     [
+        (gone("producer", "c1", *range(8)), RuntimeError, "record.txt: .* at least one stays"),
+        (gone("producer", "c1", -1), RuntimeError, "channels 0 to 7, not "),
+        (gone("producer", "b1", 1), RuntimeError, "'b1' cannot be removed"),
+        (
+            gone("producer", "c1", 1, more='attr { name: "end" type: INT i: 16 }'),
+            RuntimeError,
+            "'c1' has channels 0 to 7, not 15",
+        ),
+        (
+            HALF + gone("consumer", "c2", 0, 4, 6),
+            RuntimeError,
+            "record.txt: 'c2' loses the channels .0, 4, 6. there, in this model .*, 7.; the record",
+        ),
+        (HALF + gone("consumer", "b1"), RuntimeError, "'b1' loses the channels .* of another mo"),
+        (HALF + gone("consumer", "fc", 3), RuntimeError, "'fc' loses the channels"),
+        (
+            'prune_record { producer { name: "c1" attr { name: "prune_index" floats: 1.0 } } }',
+            ValueError,
+            "record.txt: layer 'c1': prune_index must be of type INTS",
+        ),
+        (mask("zz", (8, 12, 3, 3), 14), RuntimeError, "no layers 'zz'"),
+        (mask("c3", (8, 12, 3, 3), 1), ValueError, "record.txt: layer 'c3': a mask .* takes 14"),
+        (mask("c3", (-8, 12), 1), ValueError, "'c3' cannot have the mask_shape"),
+        (mask("c1", (8, 3, 3, 3), 4), RuntimeError, "the model has no 2:4 mask there"),
+        ('prune_record { selective_prune { name: "c3" } }', ValueError, "'c3' needs mask_shape"),
         ('prune_record { producer { name: "zz" } }', RuntimeError, "no layers 'zz'"),
         ("prune_record { producer { nam", RuntimeError, "record"),
         (
@@ -281,8 +323,10 @@ def test_a_record_that_does_not_fit_is_refused(text, error, match, tmp_path):
     torch.save(created.state_dict(), tmp_path / "a.pth")
     (tmp_path / "record.txt").write_text(text)
     given = arguments(tmp_path, pth_file=str(tmp_path / "a.pth"))
-    with pytest.raises(error, match=match):
+    with pytest.raises(error, match=match) as caught:
         amct.restore_prune_retrain_model(**given)
+    assert isinstance(caught.value, AmctError)
+    assert given["model"].c1.out_channels == 8
 
 
 @pytest.mark.parametrize(("missing", "name"), [("record_file", "no.txt"), ("pth_file", "no.pth")])
