@@ -353,7 +353,11 @@ def _run(path: str, graph: Graph, calls: list[FileCall], args: tuple[Any, ...]) 
         try:
             made = session.run([*outputs, *wanted], feeds)
         except Exception as error:  # onnxruntime raises classes of its own
-            message = f"{path} cannot run on this batch: {error}"
+            wanted_shapes = ", ".join(f"{item.name} {item.shape}" for item in session.get_inputs())
+            message = (
+                f"{path} cannot run on this batch; give one of the shape that the file takes "
+                f"({wanted_shapes}), or export with dynamic_batch: {error}"
+            )
             raise InputDataError(message) from error
     found = dict(zip([*outputs, *wanted], map(torch.from_numpy, made), strict=True))
     found.update(zip(names, tensors, strict=True))

@@ -222,7 +222,10 @@ def test_batches_that_do_not_fit_are_refused(model, path):
     export_onnx(model, example(2), path)
     with pytest.raises(InputDataError, match="batch must be a tensor, a tuple"):
         verify_onnx(path, model, [example(2)])
-    with pytest.raises(InputDataError, match="cannot run on this batch"):
+    shape = (
+        r"cannot run on this batch; give one of the shape that the file takes \(x \[2, 3, 8, 8\]"
+    )
+    with pytest.raises(InputDataError, match=shape):
         verify_onnx(path, model, example(3))
     with pytest.raises(InputDataError, match="the model cannot run on this batch"):
         verify_onnx(path, model, rand(2, 5, 8, 8))
