@@ -130,20 +130,26 @@ def param_groups(
     lr: float | None = None,
     weight_decay: float | None = None,
     range_lr: float | None = None,
+    scale_lr: float | None = None,
 ) -> list[dict[str, Any]]:
     """Split the parameters for an optimizer: clips and learned weight scales must not decay.
 
-    Decay pulls a range to zero, whatever the data needs.
+    Decay pulls a range to zero, whatever the data needs. And Adam moves any parameter by about the
+    learning rate, whatever its size: the scale of INT8 weights is a 127th of the largest weight, so
+    at the learning rate of the weights it would change a hundred times as fast as they do.
 
     Args:
         model: A prepared model, wrapped or not.
         lr: Learning rate of all parameters; ``None`` for that of the optimizer.
         weight_decay: For all other parameters; ``None`` for that of the optimizer.
         range_lr: Learning rate of the ranges; ``None`` for the same as the others.
+        scale_lr: Learning rate of learned weight scales; a hundredth of that of the weights suits
+            Adam. ``None`` for the same as the other ranges.
 
     Returns:
-        Two groups, first the other parameters, then the ranges, with a weight decay of 0. Each
-        parameter of the model stands in one of them, once.
+        Two groups, first the other parameters, then the ranges, with a weight decay of 0; with
+        ``scale_lr`` a third, the weight scales. Each parameter of the model stands in one of them,
+        once.
 
     Example:
         >>> import torch
@@ -159,12 +165,15 @@ def param_groups(
     """
     ranges = {p: None for _, quantizer in _quantizers(model) for p in quantizer.parameters()}
     others = [parameter for parameter in model.parameters() if parameter not in ranges]
-    range_lr = lr if range_lr is None else range_lr
-    settings = {"lr": lr, "weight_decay": weight_decay}, {"lr": range_lr, "weight_decay": 0.0}
-    return [
-        {"params": members, **{key: value for key, value in given.items() if value is not None}}
-        for members, given in zip((others, list(ranges)), settings, strict=True)
+    scales = {} if scale_lr is None else {p: None for p in _weight_scales(model)}
+    clips = [parameter for parameter in ranges if parameter not in scales]
+    groups: list[dict[str, Any]] = [
+        {"params": others, "lr": lr, "weight_decay": weight_decay},
+        {"params": clips, "lr": lr if range_lr is None else range_lr, "weight_decay": 0.0},
     ]
+    if scale_lr is not None:
+        groups.append({"params": list(scales), "lr": scale_lr, "weight_decay": 0.0})
+    return [{key: value for key, value in g.items() if value is not None} for g in groups]
 
 
 @dataclass
@@ -319,3 +328,10 @@ def _for_each(
 
 
 _NOT_PREPARED = "the model has no quantizers; call prepare_qat_amct first"
+
+
+def _weight_scales(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the learned scales of weights; one that layers share comes more than once."""
+    for _, quantizer in _quantizers(model):
+        if isinstance(quantizer, ULQWeightFakeQuantize):
+            yield from quantizer.parameters()

@@ -61,7 +61,8 @@ def result(method: Method, task: Task, model: nn.Module, bits: int, seed: int) -
     batch = task.data.train_inputs[: task.calibration]
     quantized = method.prepare(copy.deepcopy(model), batch, bits)
     if method.trains:
-        train(quantized, task, method.groups(quantized), epochs=task.epochs, lr=task.lr)
+        groups = method.groups(quantized, task.lr)
+        train(quantized, task, groups, epochs=task.epochs, lr=task.lr)
     method.before_test(quantized)
     return task.score(quantized)
 
@@ -83,11 +84,13 @@ def cell(scores: list[float]) -> str:
     return f"{100 * mean:.2f} ± {100 * spread:.2f}"
 
 
-def measure(task: Task, methods: list[Method], seeds: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def measure(
+    task: Task, methods: list[Method], widths: list[int], seeds: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the scores of a task: for each weight width the lists by method."""
     models = [float_model(task, seed) for seed in range(seeds)]
     floats = [task.score(model) for model in models]
-    for bits in (8, 4):
+    for bits in widths:
         scores: dict[str, list[float]] = {"float": floats}
         for method in methods:
             scores[method.name] = [
@@ -101,15 +104,19 @@ def main() -> None:
     """Run the benchmark."""
     parser = harness.parser(__doc__.partition("\n")[0], repetitions=1)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    names = [method.name for method in METHODS]
+    parser.add_argument("--methods", nargs="+", choices=names, default=names)
+    parser.add_argument("--weight-bits", nargs="+", type=int, choices=(8, 4), default=[8, 4])
     parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()
     harness.start(arguments)
     known = importlib.util.find_spec("brevitas") is not None
-    methods = [method for method in METHODS if known or method.name != "brevitas"]
+    methods = [m for m in METHODS if m.name in arguments.methods]
+    methods = [m for m in methods if known or m.name != "brevitas"]
     rows, details = [], {}
     for name in arguments.tasks:
         task = TASKS[name]()
-        for bits, scores in measure(task, methods, arguments.seeds):
+        for bits, scores in measure(task, methods, arguments.weight_bits, arguments.seeds):
             cells = {method: cell(values) for method, values in scores.items()}
             rows.append({"network": task.name, "": bits, **cells})
             details[f"{task.name}, {bits}"] = scores

@@ -32,15 +32,14 @@ class Method:
         name: Column of the table.
         prepare: Makes the model to train, from the float model, a batch and the weight bits.
         before_test: Called before the model is tested.
-        groups: Makes the parameter groups of the optimizer.
+        groups: Makes the parameter groups of the optimizer, for a learning rate.
         trains: Whether the model is trained at all.
-        weight_bits: Widths of weights that the method knows.
     """
 
     name: str
     prepare: Callable[[nn.Module, Tensor, int], nn.Module]
     before_test: Callable[[nn.Module], None] = _nothing
-    groups: Callable[[nn.Module], Any] = lambda model: model.parameters()
+    groups: Callable[[nn.Module, float], Any] = lambda model, lr: model.parameters()
     trains: bool = True
 
 
@@ -133,6 +132,24 @@ def brevitas(model: nn.Module, batch: Tensor, bits: int) -> nn.Module:
     return layerwise_quantize(copy.deepcopy(model), compute_layer_map=compute)
 
 
+#: Adam moves any parameter by about the learning rate, and learned scales are about a hundredth of
+#: what they scale (a 127th of the largest value). So their learning rate is that much smaller.
+SCALE_LR = 0.01
+
+
+def amct_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
+    """Return the groups of amct_fx; scales of weights are learned by ``ulq_retrain`` only."""
+    return amct_fx.param_groups(model, scale_lr=SCALE_LR * lr)
+
+
+def learnable_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
+    """Return the parameters of torch.ao with learned scales, by the same rule."""
+    scales, others = [], []
+    for name, parameter in model.named_parameters():
+        (scales if name.endswith(".scale") else others).append(parameter)
+    return [{"params": others}, {"params": scales, "lr": SCALE_LR * lr}]
+
+
 def stop_observers(model: nn.Module) -> None:
     """Keep the test data from moving ranges."""
     model.apply(tq.disable_observer)
@@ -140,13 +157,13 @@ def stop_observers(model: nn.Module) -> None:
 
 METHODS = (
     Method("calibration only", amct, trains=False),
-    Method("amct_fx", amct, groups=amct_fx.param_groups),
+    Method("amct_fx", amct, groups=amct_groups),
     Method(
         "amct_fx, ulq_retrain",
         functools.partial(amct, algorithm="ulq_retrain"),
-        groups=amct_fx.param_groups,
+        groups=amct_groups,
     ),
     Method("torch.ao", torch_ao, before_test=stop_observers),
-    Method("torch.ao learnable", torch_ao_learnable, before_test=stop_observers),
+    Method("torch.ao learnable", torch_ao_learnable, stop_observers, learnable_groups),
     Method("brevitas", brevitas),
 )

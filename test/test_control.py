@@ -143,3 +143,15 @@ def test_param_groups_hold_each_parameter_once_and_ranges_do_not_decay():
     assert set(ranges["params"]) == learned
     assert any(name.endswith("weight_fake_quant.scale") for name, _ in model.named_parameters())
     torch.optim.AdamW([others, ranges])
+
+
+def test_learned_weight_scales_can_have_a_learning_rate_of_their_own():
+    cfg = "retrain_weight_quant_config { ulq_retrain { } }"
+    model = prepare_qat_amct(Pyramid(), cfg, reused="quantize")
+    others, clips, scales = control.param_groups(model, lr=1e-3, range_lr=1e-2, scale_lr=1e-5)
+    assert [group["lr"] for group in (others, clips, scales)] == [1e-3, 1e-2, 1e-5]
+    named = {name: p for name, p in model.named_parameters() if "fake_quant" in name}
+    assert set(scales["params"]) == {p for name, p in named.items() if name.endswith(".scale")}
+    assert set(clips["params"]) == {p for name, p in named.items() if ".clip_" in name}
+    assert scales["weight_decay"] == 0.0
+    torch.optim.AdamW([others, clips, scales])
