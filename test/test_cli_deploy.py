@@ -80,7 +80,7 @@ def test_verify_names_the_layer_that_differs_and_ends_with_exit_code_3() -> None
     [
         (("export", PREPARED, "a.onnx"), 2, "--input SHAPE or by --data"),
         (("export", PREPARED, "a.onnx", "--input", "4,3"), 2, "a shape such as 1x3x224x224"),
-        (("export", PREPARED, "a.onnx", "--input", "4x9x8x8"), 1, "error:"),
+        (("export", PREPARED, "a.onnx", "--input", "4x9x8x8"), 1, "of shapes [[4, 9, 8, 8]]"),
         (("export", PREPARED, "a.onnx", "--input", SHAPE, "--format", "tflite"), 2, "tflite"),
         (("export", PREPARED, "a.onnx", "--input", SHAPE, "--opset", "3"), 1, "opset"),
         (("export", MODEL, "a.onnx", "--input", SHAPE), 1, "give the checkpoint of a trained"),

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from amct_fx.errors import ExportError
+from amct_fx.errors import ExportError, InputDataError
 
 __all__ = ["Exporter", "Request", "export_model", "opsets_for"]
 
@@ -61,6 +61,7 @@ def export_model(model: nn.Module, request: Request) -> onnx.ModelProto:
 
     Raises:
         ExportError: No exporter can write the model; holds what each of them said.
+        InputDataError: The model itself cannot run on the example inputs.
     """
     failures: list[tuple[str, Exception]] = []
     for exporter, opset in request.opsets.items():
@@ -76,9 +77,24 @@ def export_model(model: nn.Module, request: Request) -> onnx.ModelProto:
         except Exception as error:  # whatever the exporter or the user's forward raises
             logger.info("the %s exporter failed: %s", exporter, error)
             failures.append((exporter, error))
+    _check_runs(model, request.args)
     reasons = "; ".join(f"{name}: {_first_line(error)}" for name, error in failures)
     message = f"torch.onnx.export cannot write this model ({reasons})"
     raise ExportError(message) from failures[0][1]
+
+
+def _check_runs(model: nn.Module, args: tuple[Any, ...]) -> None:
+    """Tell inputs that the model cannot take from a model that cannot be exported."""
+    try:
+        with torch.no_grad():
+            model(*args)
+    except Exception as error:  # whatever forward raises
+        shapes = [list(leaf.shape) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        message = (
+            f"the model cannot run on the example inputs, of shapes {shapes}; give inputs as in "
+            f"training: {_first_line(error)}"
+        )
+        raise InputDataError(message) from error
 
 
 def _checked(made: onnx.ModelProto, opset: int) -> onnx.ModelProto:
