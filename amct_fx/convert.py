@@ -119,6 +119,8 @@ def _convert_region(region: GraphForward, name: str, foreign: Container[nn.Modul
     folded: set[nn.Module] = set()
     calls = layer_calls(graph, region)
     quantizers = frozen_quantizers(calls)
+    if not quantizers and not any(isinstance(layer, QATLayer) for layer in calls):
+        return  # it was only pruned
     for layer, nodes in calls.items():
         if not isinstance(layer, QATLayer) or layer.quantizes_input:
             continue

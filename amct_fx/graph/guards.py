@@ -13,7 +13,7 @@ import pickle
 import random
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -55,6 +55,8 @@ _CONSTANT = "_tensor_constant"
 """Prefix of the attributes under which fx keeps constant tensors at the root."""
 _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), nn.Parameter})
 """Classes whose values hold nothing that could change unseen; most attributes are of these."""
+_EMPTY: Mapping[type, Any] = {dict: {}, OrderedDict: {}, list: []}
+"""The content of empty containers, such as the hooks of most modules."""
 
 
 class GuardedProxy(fx.Proxy):
@@ -260,8 +262,10 @@ def _changed(now: dict[str, tuple[Any, Any]], before: dict[str, tuple[Any, Any]]
     changed = before.keys() - now.keys()
     for name, item in now.items():
         old = before.get(name)
-        if old is not None and item[0] is old[0] and type(item[0]) in _ATOMS:
-            continue  # most are these
+        if old is not None and item[0] is old[0]:
+            still_empty = item[1] is not None and item[1] is old[1]
+            if still_empty or type(item[0]) in _ATOMS:
+                continue  # most are these
         if not _same(item, old) or _holds_proxy(item[0]):
             changed.add(name)
     return changed
@@ -275,8 +279,8 @@ def _content(value: Any) -> Any:
     kind = type(value)
     if kind in _ATOMS or kind in (tuple, set):
         return None
-    if kind in (dict, list, OrderedDict):
-        return value.copy()
+    if kind in _EMPTY:
+        return value.copy() if value else _EMPTY[kind]
     if issubclass(type(value), GENERATORS):
         return _drawn(value)
     if type(value) is torch.Tensor and not value.is_inference():

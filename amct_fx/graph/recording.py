@@ -112,11 +112,12 @@ def record_calls(model: nn.Module, example_inputs: Any) -> Recording:
         example_inputs: See :func:`amct_fx.graph.signature.as_call`.
     """
     forms: dict[nn.Module, CallForm | None] = {}
+    classes: dict[type[nn.Module], Any] = {}
     found = Recording()
     alive: list[Tensor] = []  # an id says nothing once its tensor is gone
 
     def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        form = call_form(module, args, kwargs)
+        form = call_form(module, args, kwargs, classes)
         forms[module] = form if forms.get(module, form) == form else None
         found.counts[module] += 1
         first = args[0] if args else kwargs.get("input")

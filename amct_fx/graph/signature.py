@@ -198,15 +198,24 @@ class CallForm:
         return f"({', '.join([str(item) for item in self.args.items] + named)})"
 
 
-def call_form(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallForm | None:
+def call_form(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    known: dict[type[nn.Module], Any] | None = None,
+) -> CallForm | None:
     """Describe a call of ``module``; ``None`` if an argument is an object that nothing is known of.
 
     Args:
         module: What was called.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
+        known: What is known of classes that were called before; the class is added.
     """
-    parameters = _parameters_of(type(module))
+    cls, found = type(module), {} if known is None else known
+    if cls not in found:
+        found[cls] = _parameters_of(cls)
+    parameters = found[cls]
     call = (args, dict(kwargs)) if parameters is None else parameters.normal(args, kwargs)
     if call is None:
         return None

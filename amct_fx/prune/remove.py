@@ -241,10 +241,11 @@ def _changed_selections(walk: Walk, state: Replay) -> KeptIndices:
 
 
 def _apply(walk: Walk, state: Replay, kept: KeptIndices) -> None:
+    modules = dict(walk.model.named_modules(remove_duplicate=False))
     with torch.no_grad():
         for name, axes in kept.items():
             path, _, key = name.rpartition(".")
-            owner = walk.model.get_submodule(path)
+            owner = modules[path]
             tensor = getattr(owner, key)
             groups = max(walk.sites[name, axis].groups for axis in axes)
             _shrink(tensor, axes, groups)
@@ -252,7 +253,7 @@ def _apply(walk: Walk, state: Replay, kept: KeptIndices) -> None:
                 _shrink_quantizer(walk, owner, name, axes)
     for (path, attribute), value in state.attributes.items():
         if attribute:
-            setattr(walk.model.get_submodule(path), attribute, value)
+            setattr(modules[path], attribute, value)
 
 
 def _shrink(tensor: Tensor, axes: dict[int, Tensor], groups: int) -> None:

@@ -247,6 +247,8 @@ class Joined(Step):
 def along_axis(places: Tensor, space: Space, node: fx.Node) -> Tensor:
     """Return the places along the axis that is cut, which must not depend on the other axes."""
     size = space.atoms.shape[space.axis]
+    if space.atoms.numel() == size:
+        return places.flatten()
     inner = 1
     for axis in range(space.axis + 1, space.atoms.dim()):
         inner *= space.atoms.shape[axis]
