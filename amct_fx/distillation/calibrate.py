@@ -49,7 +49,7 @@ def calibrate(student: nn.Module, batches: Iterable[tuple[Any, ...]]) -> None:
         modes = {module: module.training for module in student.modules()}
         try:
             student.eval()
-            for number, arguments in enumerate(itertools.islice(_again(batches), count), start=1):
+            for number, arguments in enumerate(itertools.islice(_again(batches), count)):
                 with naming_batch(number, arguments):
                     student(*arguments)
         finally:

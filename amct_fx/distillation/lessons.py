@@ -266,7 +266,7 @@ class LiveLessons(Lessons):
         batch_num: int,
     ) -> None:
         measured = itertools.islice(samples, max(batch_num, MEASURED))
-        batches = [_Live(number, a, teacher) for number, a in enumerate(measured, start=1)]
+        batches = [_Live(number, a, teacher) for number, a in enumerate(measured)]
         exam = [(batch, batch.output()) for batch in batches]
         super().__init__(students, epochs, exam)
         self._samples = samples
@@ -287,7 +287,7 @@ class LiveLessons(Lessons):
         return [lambda: self._epoch(group)] * self._epochs
 
     def _epoch(self, group: int) -> Iterator[Pair]:
-        for number, arguments in enumerate(self._samples, start=1):
+        for number, arguments in enumerate(self._samples):
             yield self._pair(group, None, _Live(number, arguments, self._teacher))
 
 
@@ -311,7 +311,7 @@ def collect(
     for epoch in range(epochs):
         batches.append([])
         for step, arguments in enumerate(samples):
-            with naming_batch(step + 1, arguments):
+            with naming_batch(step, arguments):
                 values, output = teacher.values_of_all(arguments)
             batch = cache.add(arguments, values, epoch=epoch, step=step)
             batches[epoch].append(batch)

@@ -319,8 +319,8 @@ def _check_finite(losses: Sequence[Tensor], where: str) -> float:
     mean = float(mean_of_ranks(torch.stack(list(losses)).mean()))
     if math.isfinite(mean):
         return mean
-    bad = [n for n, loss in enumerate(losses, start=1) if not math.isfinite(float(loss))]
-    what = f"of batch {bad[0]} is {float(losses[bad[0] - 1])}" if bad else "of another rank is nan"
+    bad = [n for n, loss in enumerate(losses) if not math.isfinite(float(loss))]
+    what = f"of batch {bad[0]} is {float(losses[bad[0]])}" if bad else "of another rank is nan"
     message = (
         f"the group {where}: the loss {what}; look for NaN or infinity in that batch, at what the "
         "loss function returns, or lower the learning rate"

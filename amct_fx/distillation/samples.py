@@ -79,10 +79,10 @@ class Samples:
         Raises:
             ArgumentError: There is no batch, or one without tensors, or with 0 rows.
         """
-        number = 0
-        for number, batch in enumerate(self._loader, start=1):
+        number = -1
+        for number, batch in enumerate(self._loader):
             yield self._arguments(batch, number)
-        if not number:
+        if number < 0:
             again = iter(self._loader) is self._loader
             hint = "; an iterator can be read only once, pass a list or a DataLoader"
             message = f"the loader is empty{hint if again else ''}"
@@ -118,7 +118,7 @@ def naming_batch(number: int, arguments: tuple[Any, ...]) -> Iterator[None]:
     """Name the batch in an error of the user's model, such as one for a wrong shape.
 
     Args:
-        number: Of the batch, from 1.
+        number: Of the batch, from 0.
         arguments: What the model got.
 
     Raises:

@@ -39,7 +39,7 @@ def refused(loader: list[Any], error: type[Exception], text: str, **options: Any
 def test_a_batch_that_is_not_finite_is_named(
     value: float, options: dict[str, Any], count: int, bad: int
 ) -> None:
-    text = rf"\[c1, b1, r1\].*loss of batch {bad + 1} is (nan|inf).*NaN or infinity in that batch"
+    text = rf"\[c1, b1, r1\].*loss of batch {bad} is (nan|inf).*NaN or infinity in that batch"
     refused(spoilt(count, bad, value), DistillError, text, **options)
 
 
@@ -58,8 +58,8 @@ class TurnsBad:
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (1, r"\[c1, b1, r1\]: the loss of batch 1 is nan.*what the loss function returns"),
-        (7, r"\[c1, b1, r1\], epoch 1: the loss of batch 3 is nan"),
+        (1, r"\[c1, b1, r1\]: the loss of batch 0 is nan.*what the loss function returns"),
+        (7, r"\[c1, b1, r1\], epoch 1: the loss of batch 2 is nan"),
     ],
 )
 @pytest.mark.parametrize("keep_best", [True, False])
@@ -72,7 +72,7 @@ def test_a_loss_that_is_not_finite_is_an_error(call: int, text: str, keep_best: 
 def test_a_batch_without_rows_is_refused(cache: Any, place: int) -> None:
     batches = images()
     batches[place] = batches[place][:0]
-    text = rf"batch {place + 1} of the loader is empty, its shape is \(0, 3, 8, 8\); leave it out"
+    text = rf"batch {place} of the loader is empty, its shape is \(0, 3, 8, 8\); leave it out"
     refused(batches, ArgumentError, text, cache=cache)
 
 
@@ -81,15 +81,15 @@ def test_a_batch_without_rows_is_refused(cache: Any, place: int) -> None:
 def test_a_batch_of_another_shape_is_named(cache: Any, place: int) -> None:
     batches = images()
     batches[place] = torch.ones(2, 5, 8, 8)
-    text = rf"cannot compute batch {place + 1} of the loader \(\(2, 5, 8, 8\) .*: .*5 channels"
+    text = rf"cannot compute batch {place} of the loader \(\(2, 5, 8, 8\) .*: .*5 channels"
     refused(batches, DistillError, text, cache=cache)
 
 
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda x: x.long(), r"batch 1 of the loader .*torch.int64\).*should be the same"),
-        (lambda x: (x, x), r"batch 1 of the loader .*, \(4, 3, 8, 8\).*takes"),
+        (lambda x: x.long(), r"batch 0 of the loader .*torch.int64\).*should be the same"),
+        (lambda x: (x, x), r"batch 0 of the loader .*, \(4, 3, 8, 8\).*takes"),
     ],
 )
 def test_samples_of_the_wrong_kind_are_named(make: Callable[[Tensor], Any], text: str) -> None:
