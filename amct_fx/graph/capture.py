@@ -8,8 +8,7 @@ traced. Source: design.md, "How prepare works", step 2.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
@@ -27,6 +26,7 @@ from amct_fx.graph.runtime_guard import OPEN, Guard
 from amct_fx.graph.shapes import ShapeFacts, tried_on
 from amct_fx.graph.signature import CallForm, as_call
 from amct_fx.graph.tracer import IslandTracer, Refusal, refuse_signature
+from amct_fx.graph.trial import trial
 
 __all__ = ["Capture", "Island", "Region", "capture"]
 
@@ -167,7 +167,7 @@ def _facts(region: Region, example_inputs: Any, calls: Recording) -> ShapeFacts 
         return facts
     args, kwargs = copy.deepcopy(as_call(example_inputs))
     with torch.random.fork_rng(devices=[]):
-        with _evaluating(region.module), torch.no_grad():
+        with trial(region.module), torch.no_grad():
             expected = region.module(*args, **kwargs)
         plain = replace(calls, results={})
         return _facts_if_equal(region, example_inputs, plain, expected)
@@ -182,18 +182,6 @@ def _facts_if_equal(
         return facts if _equal(expected, outputs) else None
     except Exception:  # the model itself ran: `for part in x.chunk(3)` made fewer parts
         return None
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every part of ``model`` into eval mode, and back."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from amct_fx.graph.signature import CallForm, as_call, call_form
+from amct_fx.graph.trial import trial
 
 __all__ = ["Recording", "Result", "record_calls"]
 
@@ -132,18 +133,14 @@ def record_calls(model: nn.Module, example_inputs: Any) -> Recording:
     pure = [part for part in parts if type(part) in _PURE and not _has_hooks(part)]
     hooks = [part.register_forward_pre_hook(observe, with_kwargs=True) for part in parts]
     hooks += [part.register_forward_hook(remember) for part in pure]
-    modes = {module: module.training for module in model.modules()}
     args, kwargs = copy.deepcopy(as_call(example_inputs))
     try:
-        model.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with trial(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
             found.outputs = model(*args, **kwargs)
             found.random_state = torch.get_rng_state()
     finally:
         for hook in hooks:
             hook.remove()
-        for module, mode in modes.items():
-            module.training = mode
     found.forms = {module: form for module, form in forms.items() if form is not None}
     return found
 

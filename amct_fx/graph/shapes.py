@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 from amct_fx.errors import InputDataError
 from amct_fx.graph.facts import layer_calls
 from amct_fx.graph.signature import as_call
+from amct_fx.graph.trial import trial
 
 if TYPE_CHECKING:
     from amct_fx.graph.capture import Region
@@ -79,13 +80,19 @@ def propagate_shapes(
     """
     listed, call = list(regions), as_call(example_inputs)
     try:
-        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _QuickBatchNorm():
+        with (
+            _quiet(),
+            trial(model),
+            FakeTensorMode(allow_non_fake_inputs=True) as mode,
+            _QuickBatchNorm(),
+        ):
             fake = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, call)
             return _run(model, listed, fake)
     except Exception:  # the model is the user's; islands may do what fake tensors cannot
         pass
     try:
-        return _run(model, listed, copy.deepcopy(call))
+        with trial(model):
+            return _run(model, listed, copy.deepcopy(call))
     except Exception as error:
         message = f"the model cannot run on example_inputs: {type(error).__name__}: {error}"
         raise InputDataError(message) from error
@@ -134,7 +141,7 @@ def _run(model: nn.Module, regions: list[Region], call: Any) -> ShapeFacts:
     whole = len(regions) == 1 and regions[0].module is model
     arguments: dict[str, Any] = {regions[0].name: call} if whole else {}
     values: dict[str, dict[str, Any]] = {}
-    with _evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
         with _counting(model) as counts:
             if whole:
                 values[regions[0].name] = _Recorder(regions[0]).record(*call)
@@ -161,7 +168,7 @@ def tried_on(region: Region, example_inputs: Any, calls: Recording) -> tuple[Any
         What the graph returns, and the shapes in it.
     """
     recorder = _Recorder(region, calls.results)
-    with _evaluating(region.module), torch.no_grad():
+    with trial(region.module), torch.no_grad():
         values = {region.name: recorder.record(*copy.deepcopy(as_call(example_inputs)))}
     once = Counter({region.name: 1})
     elsewhere = _called_elsewhere(region.module, [region], once, calls.counts)
@@ -284,15 +291,3 @@ def _fact(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(_fact(item) for item in value)
     return value if isinstance(value, (bool, int, float, str)) else None
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every part of ``model`` into eval mode, and back."""
-    training = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, mode in training.items():
-            module.training = mode

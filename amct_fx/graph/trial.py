@@ -1,0 +1,93 @@
+"""Running a model to see what it does, so that nothing of the run stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["trial"]
+
+_PARTS = ("_buffers", "_modules", "_parameters")
+
+
+@contextmanager
+def trial(model: nn.Module) -> Iterator[None]:
+    """Put every part of ``model`` into eval mode; modes, buffers and attributes come back.
+
+    A forward may count its calls, keep its last output, or move a buffer in eval mode, too. A part
+    that makes parameters or modules in its first forward keeps them, and what it noted of them.
+
+    Args:
+        model: Any module, in any mode.
+
+    Example:
+        >>> class Counting(nn.Module):
+        ...     calls = 0
+        ...     def forward(self, x):
+        ...         self.calls += 1
+        ...         return x
+        >>> model = Counting()
+        >>> with trial(model):
+        ...     _ = model(torch.ones(1))
+        >>> model.calls, model.training
+        (0, True)
+    """
+    parts = list(model.modules())
+    modes = [part.training for part in parts]
+    states = [_State.of(part) for part in parts if not isinstance(part, torch.jit.ScriptModule)]
+    try:
+        model.eval()
+        yield
+    finally:
+        for state in states:
+            state.restore()
+        for part, mode in zip(parts, modes, strict=True):
+            part.training = mode
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a forward may change in one module."""
+
+    module: nn.Module
+    shape: tuple[Any, ...]
+    attributes: dict[str, Any]
+    buffers: dict[str, Tensor | None]
+    values: list[tuple[Tensor, int, Tensor]]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _State:
+        attributes, buffers = dict(vars(module)), dict(module._buffers)
+        tensors = [
+            value for value in (*attributes.values(), *buffers.values()) if _has_value(value)
+        ]
+        values = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors]
+        return cls(module, _shape_of(module), attributes, buffers, values)
+
+    def restore(self) -> None:
+        if _shape_of(self.module) != self.shape:
+            return
+        now = vars(self.module)
+        for name in now.keys() - self.attributes.keys():
+            del now[name]
+        now.update({name: value for name, value in self.attributes.items() if name not in _PARTS})
+        self.module._buffers.clear()
+        self.module._buffers.update(self.buffers)
+        with torch.no_grad():
+            for tensor, version, value in self.values:
+                if tensor._version != version:
+                    tensor.copy_(value)
+
+
+def _shape_of(module: nn.Module) -> tuple[Any, ...]:
+    """Return the class and the names of what a module is made of."""
+    return type(module), tuple(module._parameters), tuple(module._modules)
+
+
+def _has_value(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_inference()
