@@ -153,6 +153,13 @@ def test_products_with_parameters_end_or_carry_channels(form: str) -> None:
     assert_trains_as_pruned(model, TOKENS)
 
 
+def test_products_cost_what_the_layer_costs() -> None:
+    plans = [planned(form, tokens=True)[1] for form in ("matmul", "einsum", "einsum_dots")]
+    assert {plan.macs for plan in plans} == {5 * (6 * 8 + 8 * 4)}
+    assert {plan.macs_after for plan in plans} == {5 * (6 * 4 + 4 * 4)}
+    assert {plan.parameters - plan.parameters_after for plan in plans} == {4 * (6 + 1 + 4)}
+
+
 @pytest.mark.parametrize("form", STAYS)
 def test_other_products_keep_the_channels(form: str) -> None:
     assert kept(planned(form, tokens=True)[1]) == {}

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from amct_fx import convert_amct, prepare_qat_amct
 from amct_fx.prune import remove_channels
 from test.prune import networks as nets
 from test.prune.helpers import assert_exact, kept, plan_for
@@ -245,3 +246,20 @@ def test_a_part_that_the_example_did_not_reach_keeps_what_it_reads() -> None:
     plan = plan_for(model, IMAGE)
     assert kept(plan) == {}
     assert_exact(model, plan, IMAGE)
+
+
+@pytest.mark.parametrize("form", ["view", "affine", "frozen_batch_norm", "channels_last"])
+@pytest.mark.parametrize("apply", ["convert", "prepare"])
+def test_parameters_are_cut_together_with_quantizers(form: str, apply: str) -> None:
+    cfg = """prune_config { filter_pruner {
+        balanced_l2_norm_filter_prune { prune_ratio: 0.5 ascend_optimized: false } } }
+        retrain_data_quant_config { ulq_quantize { } }"""
+    forward, follows = IMAGES[form]
+    model = nets.golden_weights(Scaled(forward))
+    prepared = prepare_qat_amct(model, cfg, IMAGE, apply=apply)
+    prepared.train()(IMAGE).square().mean().backward()
+    expected = prepared.eval()(IMAGE)
+    converted = convert_amct(prepared)
+    assert (converted(IMAGE) - expected).abs().max() <= 0.02 * expected.abs().max()
+    for name in follows:
+        assert 4 in getattr(converted, name).shape

@@ -7,6 +7,7 @@ letter, too, follows them. Source: spec/pruning.md section 3.1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,12 +19,13 @@ from amct_fx.prune.channels.atoms import Pin
 from amct_fx.prune.channels.parameters import follow, is_made_of_parameters
 from amct_fx.prune.channels.space import Space
 from amct_fx.prune.channels.steps import Replay, Step
+from amct_fx.prune.channels.walk import LayerUse
 
 if TYPE_CHECKING:
     from amct_fx.prune.channels.elementwise import Handler
     from amct_fx.prune.channels.walk import Walk
 
-__all__ = ["FUNCTIONS", "einsum", "linear_letters", "multiply", "product_letters"]
+__all__ = ["FUNCTIONS", "einsum", "einsum_uses", "linear_letters", "multiply", "product_letters"]
 
 Letters = tuple[Sequence[str], ...]
 """For each operand, and last for the result, the names of its axes."""
@@ -164,12 +166,35 @@ def linear_letters(walk: Walk, source: Any, weight: Any) -> Letters | None:
 
 def einsum(walk: Walk, node: fx.Node) -> None:
     """Handle torch.einsum with an equation."""
+    multiply(walk, node, *_einsum_arguments(walk, node))
+
+
+def _einsum_arguments(walk: Walk, node: fx.Node) -> tuple[list[Any], Letters | None]:
     equation, operands = node.args[0] if node.args else None, list(node.args[1:])
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = list(operands[0])
     plain = isinstance(equation, str) and all(isinstance(v, fx.Node) for v in operands)
-    letters = _einsum_letters(walk, str(equation), operands) if plain else None
-    multiply(walk, node, operands, letters)
+    return operands, _einsum_letters(walk, str(equation), operands) if plain else None
+
+
+def einsum_uses(walk: Walk, node: fx.Node) -> list[LayerUse]:
+    """Return the cost of a product of two tensors: the sizes of all letters, for one example."""
+    operands, letters = _einsum_arguments(walk, node)
+    if letters is None or len(operands) != 2:
+        return []
+    a, b, out = letters
+    summed = [name for name in a if name in b and name not in out]
+    columns = [name for name in b if name not in a]
+    if not summed or not columns:
+        return []
+    inner, column = summed[-1], columns[-1]
+    batch = (b if is_made_of_parameters(walk, operands[0]) else a)[0]
+    sizes = dict(zip(a, walk.shape(operands[0]) or (), strict=True))
+    sizes |= dict(zip(b, walk.shape(operands[1]) or (), strict=True))
+    rest = [size for name, size in sizes.items() if name not in (inner, column, batch)]
+    axes = (operands[1], list(b).index(column)), (operands[0], list(a).index(inner))
+    weight = sizes[column], sizes[inner]
+    return [LayerUse(node.name, "matmul", weight, math.prod(rest), sizes=axes)]
 
 
 def _einsum_letters(walk: Walk, equation: str, operands: Sequence[Any]) -> Letters | None:

@@ -135,6 +135,7 @@ _COUNTED: dict[Handler, Callable[[Walk, fx.Node], list[LayerUse]]] = {
     layers.deconv: partial(layers.uses, kind="deconv"),
     layers.linear: partial(layers.uses, kind="linear"),
     products.matmul: products.matmul_uses,
+    contractions.einsum: contractions.einsum_uses,
     products.attention: products.attention_uses,
 }
 
