@@ -201,6 +201,36 @@ def test_channels_on_several_axes_and_softmax_stay() -> None:
         assert "a" not in kept(plan_for(model, TOKENS, norm_axis="mask_aware"))
 
 
+@pytest.mark.parametrize("norm", ["layer", "plain", "rms", "pairs"])
+def test_a_norm_that_also_reads_whole_channels_stays(norm: str) -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 4), nn.Linear(16, 16)
+            norms = {"layer": nn.LayerNorm(16), "rms": nn.RMSNorm(16)}
+            norms |= {"plain": nn.LayerNorm(16, elementwise_affine=False)}
+            norms |= {"pairs": nn.GroupNorm(8, 16, affine=False)}
+            self.norm = norms[norm]
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.b(self.norm(self.a(x))), self.norm(x)
+
+    class Both(Shared):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.norm(self.a(x))) + self.b(self.norm(F.relu(self.c(x))))
+
+    x = nets.golden_input(6, 16)
+    for axis in ("pin", "mask_aware"):
+        model = nets.golden_weights(Shared())
+        plan = plan_for(model, x, norm_axis=axis)
+        assert kept(plan) == {}
+        assert_exact(model, plan, x)
+        model = nets.golden_weights(Both())
+        plan = plan_for(model, x, norm_axis=axis)
+        assert ("a" in kept(plan)) is (axis == "mask_aware" or norm == "pairs")
+        assert_exact(model, plan, x)
+
+
 def test_the_reason_names_the_option_and_a_wrong_value_is_refused() -> None:
     model, x = model_of("layer")
     (layer,) = [layer for layer in plan_for(model, x).pinned if layer.name == "a"]

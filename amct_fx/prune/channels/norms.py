@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,9 @@ def attach(
     for tensor in tensors:
         atoms = fixed_atoms(tensor.shape[0]) if space is None else space.atoms.flatten()
         keys.append(walk.bind(node, Site("", "", 0, "attached", atoms), tensor))
+    shape = walk.shape(source)
+    if node.op == "call_module" and shape is not None and len(shape) > 1:
+        walk.tie(node, fixed_atoms(shape[1]) if space is None else space.atoms.flatten())
     if space is None:
         walk.settle(node, None, node.all_input_nodes)
         walk.fixed.setdefault(node, walk.origin(source))
@@ -170,6 +174,7 @@ def layer_norm_2d(walk: Walk, node: fx.Node) -> None:
     module: Any = walk.module(node)
     space = _input_space(walk, node)
     if space is None:
+        _tie_whole(walk, node, module.normalized_shape)
         walk.settle(node, None, node.all_input_nodes)
         return
     tensors = [tensor for tensor in (module.weight, module.bias) if tensor is not None]
@@ -178,6 +183,7 @@ def layer_norm_2d(walk: Walk, node: fx.Node) -> None:
     elif 1 in space.axes:
         _pin_statistics(walk, node)
     else:
+        _tie_whole(walk, node, module.normalized_shape)
         _pass(walk, node, space)
 
 
@@ -201,16 +207,24 @@ def _over_last_axes(
     source: Any = node.args[0] if node.args else node.kwargs.get("input")
     space = walk.space(source)
     if space is None:
+        _tie_whole(walk, node, shape)
         walk.settle(node, None, node.all_input_nodes)
         walk.fixed.setdefault(node, walk.origin(source))
         return
     first = space.atoms.dim() - len(shape)
     if all(axis < first for axis in space.axes):
+        _tie_whole(walk, node, shape)
         _pass(walk, node, space)
     elif tensors is not None and is_mask_aware(walk, space):
         count_kept(walk, node, space, shape, space.axis - first, tensors)
     else:
         _pin_statistics(walk, node)
+
+
+def _tie_whole(walk: Walk, node: fx.Node, shape: Sequence[int]) -> None:
+    """Note that a module normalises what has no channels; other calls of it must keep theirs."""
+    if node.op == "call_module":
+        walk.tie(node, fixed_atoms(math.prod(shape)))
 
 
 def _pin_statistics(walk: Walk, node: fx.Node) -> None:

@@ -144,6 +144,8 @@ def _attach(
     walk.steps.append(Attach(node, source, space, keys))
     walk.steps.append(Joined(node, (source,), out))
     called = node.op == "call_module"
+    if called:
+        walk.tie(node, atoms)
     layer = walk.name(node) if called else walk.region(node).name
     walk.norms.append(NormUse(layer, "" if called else node.name, shape, axis, atoms))
 

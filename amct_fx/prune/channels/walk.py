@@ -103,6 +103,7 @@ class Walk:
         joining: Those whose rule heeds the channels of every tensor that they read.
         readers: By identity of a parameter the nodes whose rule has bound it.
         norms: Norms that must count only the channels that stay.
+        tied: By name of a norm the channels of its first call.
     """
 
     model: nn.Module
@@ -126,6 +127,7 @@ class Walk:
     joining: set[fx.Node] = field(default_factory=set)
     readers: dict[int, set[fx.Node]] = field(default_factory=dict)
     norms: list[NormUse] = field(default_factory=list)
+    tied: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Index the model: first names of modules and tensors, owners of tensors."""
@@ -284,6 +286,16 @@ class Walk:
             else:
                 self.atoms.join(first.atoms, site.atoms, pin)
         return site.key
+
+    def tie(self, node: fx.Node, atoms: Tensor) -> None:
+        """Let all calls of a module without a parameter that ties them have the same channels."""
+        name = self.name(node)
+        known = self.tied.setdefault(name, atoms)
+        pin = Pin("shared_module", node.name, f"{name} is also called with other channels")
+        if known.numel() == atoms.numel():
+            self.atoms.join(known, atoms, pin)
+        else:
+            self.atoms.pin(torch.cat([known, atoms]), pin)
 
     def rows_of(self, tensor: Tensor, axis: int) -> Tensor | None:
         """Return the atoms of a tensor that another call has bound, for a layer used again."""
