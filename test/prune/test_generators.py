@@ -77,6 +77,21 @@ def test_a_pixel_shuffle_by_hand_keeps_whole_blocks() -> None:
     assert_exact(model, plan, CODES)
 
 
+@pytest.mark.parametrize("first", ["fc", "x"])
+def test_an_unflatten_that_also_reads_something_whole_keeps_the_rows(first: str) -> None:
+    def forward(m: Generator, x: Tensor) -> Tensor:
+        if first == "fc":
+            y, z = m.shape(m.fc(x)), m.shape(x.repeat(1, 20)[:, :96])
+        else:
+            z, y = m.shape(x.repeat(1, 20)[:, :96]), m.shape(m.fc(x))
+        return m.out(m.up(y)) + z.sum()
+
+    model = nets.golden_weights(Generator(forward))
+    plan = plan_for(model, CODES)
+    assert set(kept(plan)) == {"up"}
+    assert_exact(model, plan, CODES)
+
+
 def test_heads_still_lose_channels_inside() -> None:
     model = nets.golden_weights(nets.transformer())
     tokens = nets.golden_input(2, 5, 16)

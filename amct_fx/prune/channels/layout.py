@@ -27,6 +27,7 @@ from amct_fx.prune.channels.rearrange import (
 )
 from amct_fx.prune.channels.space import Space
 from amct_fx.prune.channels.steps import Joined, Reduced, Replay, Step
+from amct_fx.prune.channels.walk import fixed_atoms
 
 if TYPE_CHECKING:
     from amct_fx.prune.channels.walk import Walk
@@ -136,6 +137,10 @@ def unflatten(walk: Walk, node: fx.Node) -> None:
         walk.pin_inputs(node, "unknown_op", "its sizes are not plain")
         return
     first = dim % rank
+    space, shape = walk.space(source_of(node)), walk.shape(source_of(node)) or ()
+    if position is None:  # all calls of the module read one attribute
+        alone = space is not None and space.axes == (first,)
+        walk.tie(node, space.atoms.flatten() if space and alone else fixed_atoms(shape[first]))
 
     def run(tensor: Tensor, sizes: list[Shape], state: Replay | None) -> list[Tensor]:
         return [tensor.reshape(sizes[0])]
