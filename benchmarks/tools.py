@@ -7,11 +7,9 @@ maker over standard input and output, in the virtual environment where that tool
 from __future__ import annotations
 
 import argparse
-import importlib.machinery
 import json
 import os
 import sys
-import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -110,21 +108,19 @@ def brevitas(model: nn.Module, images: Tensor) -> nn.Module:
     return model
 
 
-def _stub_torchvision() -> None:
-    """Stand in for torchvision: AIMET imports it, and its wheels refuse a CPU build of torch."""
-    for part in ("", ".transforms", ".datasets", ".ops", ".models"):
-        name = f"torchvision{part}"
-        stub: Any = types.ModuleType(name)
-        stub.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        stub.__path__ = []
-        sys.modules[name] = stub
-        if part:
-            setattr(sys.modules["torchvision"], part[1:], stub)
+def _declare_torchvision_operators() -> None:
+    """Let the torchvision that AIMET imports start beside another build of PyTorch.
+
+    Its wheels register kernels for two compiled operators, which exist only in its own build.
+    """
+    for name in ("nms", "qnms"):
+        schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        torch.library.define(f"torchvision::{name}", schema)
 
 
 def aimet(model: nn.Module, images: Tensor) -> nn.Module:
     """Wrap the network in AIMET's simulation, ranges calibrated and learned."""
-    _stub_torchvision()
+    _declare_torchvision_operators()
     from aimet_torch.quantsim import QuantizationSimModel
 
     simulation = QuantizationSimModel(model.eval(), dummy_input=images)
