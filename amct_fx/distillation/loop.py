@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -191,12 +191,13 @@ class GroupTrainer:
         self, epoch: Batches, step: Callable[[Pair], Tensor], history: GroupHistory, where: str
     ) -> None:
         """Do one epoch; the losses are read from the device once, at its end."""
-        losses = []
-        for pair in epoch():
-            losses.append(step(pair))
+        losses = {}
+        for number, pair in enumerate(epoch()):
+            if pair.teacher:  # else it does not reach the group
+                losses[number] = step(pair)
             self._progress.advance()
-        values = torch.stack(losses).tolist() if losses else []
         _check_finite(losses, where)
+        values = torch.stack([*losses.values()]).tolist() if losses else []
         history.steps += values
         history.losses.append(sum(values) / len(values) if values else float("nan"))
 
@@ -266,7 +267,11 @@ class GroupTrainer:
     @torch.no_grad()
     def _measure(self, block: Block, measured: Batches) -> float:
         """Return the mean loss in eval mode."""
-        losses = [self._loss(block, pair).detach().double() for pair in measured()]
+        losses = {
+            number: self._loss(block, pair).detach().double()
+            for number, pair in enumerate(measured())
+            if pair.teacher
+        }
         return _check_finite(losses, str(block.cut))
 
     def _average_buffers(self, block: Block) -> None:
@@ -304,11 +309,11 @@ class GroupTrainer:
         )
 
 
-def _check_finite(losses: Sequence[Tensor], where: str) -> float:
+def _check_finite(losses: Mapping[int, Tensor], where: str) -> float:
     """Return the mean over batches and ranks.
 
     Args:
-        losses: Of the batches, in order.
+        losses: Of the batches, by their number.
         where: The group, for the message.
 
     Raises:
@@ -316,11 +321,12 @@ def _check_finite(losses: Sequence[Tensor], where: str) -> float:
     """
     if not losses:
         return float("nan")
-    mean = float(mean_of_ranks(torch.stack(list(losses)).mean()))
+    mean = float(mean_of_ranks(torch.stack([*losses.values()]).mean()))
     if math.isfinite(mean):
         return mean
-    bad = [n for n, loss in enumerate(losses) if not math.isfinite(float(loss))]
-    what = f"of batch {bad[0]} is {float(losses[bad[0]])}" if bad else "of another rank is nan"
+    values = {number: float(loss) for number, loss in losses.items()}
+    bad = [f"of batch {n} is {value}" for n, value in values.items() if not math.isfinite(value)]
+    what = bad[0] if bad else "of another rank is nan"
     message = (
         f"the group {where}: the loss {what}; look for NaN or infinity in that batch, at what the "
         "loss function returns, or lower the learning rate"

@@ -112,6 +112,24 @@ def test_ranks_with_different_numbers_of_batches_are_refused_together(tmp_path: 
         assert "the loaders of the ranks give [2, 3] batches" in message
 
 
+def spoilt(rank: int, folder: Path) -> None:
+    model = teacher()
+    student = amct_fx.prepare_distill_amct(model)
+    batches = images()
+    if rank == 1:
+        batches[2][0] = float("nan")
+    try:
+        amct_fx.distill(model, student, batches)
+    except RuntimeError as error:
+        torch.save(str(error), folder / f"{rank}.pt")
+
+
+def test_a_loss_that_is_not_finite_ends_all_ranks(tmp_path: Path) -> None:
+    first, second = on_two_ranks(spoilt, tmp_path)
+    assert "[c1, b1, r1]: the loss of another rank is nan" in first
+    assert "[c1, b1, r1]: the loss of batch 2 is nan" in second
+
+
 def test_one_process_averages_nothing() -> None:
     x: Tensor = torch.ones(2)
     average_tensors([x])

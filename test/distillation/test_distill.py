@@ -287,6 +287,20 @@ def test_islands_are_distilled_where_their_parts_can_be_traced() -> None:
     assert "cannot be traced" in reasons["middle.conv"]
 
 
+@pytest.mark.parametrize("sizes", [(4, 2, 4), (2, 4, 4), (4, 4, 2)])
+@pytest.mark.parametrize("cache", ["ram", "none"])
+def test_a_group_is_trained_on_the_batches_that_reach_it(
+    sizes: tuple[int, ...], cache: Any
+) -> None:
+    teacher = NetWithIsland().eval()
+    student = amct_fx.prepare_distill_amct(teacher)
+    batches = [torch.randn(size, 3, 8, 8) for size in sizes]
+    options: dict[str, Any] = {"epochs": 2, "cache": cache, "keep_best": False}
+    amct_fx.distill(teacher, student, batches, **options)
+    steps = {group.names[0]: len(group.steps) for group in history_of(student).groups}
+    assert steps == {"stem": 6, "middle.tail.0": 4, "head": 6}
+
+
 def test_a_group_that_no_batch_reaches_is_reported() -> None:
     teacher = NetWithIsland().eval()
     student = amct_fx.prepare_distill_amct(teacher)
