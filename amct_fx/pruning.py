@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from amct_fx.config import FilterPruneConfig
-from amct_fx.errors import PruneError
+from amct_fx.errors import ArgumentTypeError, PruneError, did_you_mean
 from amct_fx.nn.geometry import weight_geometry
 from amct_fx.nn.qat import QATLayer
 from amct_fx.observers import ULQFakeQuantize, ULQWeightFakeQuantize
@@ -79,6 +79,7 @@ def plan_pruning(
         _check_plan(model, given)
         check_fit(model, given, captured.regions)
         return Analysis(given)
+    _check_given(model, given)
     if given is not None:  # the ratio plays no part: the channels are known
         names = given.removed if isinstance(given, PruneRecord) else given
         settings = {name: FilterPruneConfig(0.5) for name in names} | dict(settings)
@@ -105,6 +106,26 @@ def kept_channels(plan: PrunePlan) -> dict[str, Tensor]:
         name: _as_mask(kept.get(name, torch.arange(size)), size).bool()
         for name, size in plan.row_sizes().items()
     }
+
+
+def _check_given(model: nn.Module, given: object) -> None:
+    """Refuse what stands in place of a choice by norm and is none, or names no layer.
+
+    Raises:
+        ArgumentTypeError: It is of another type.
+        PruneError: A layer of it is not in the model.
+    """
+    if given is not None and not isinstance(given, (PruneRecord, Mapping)):
+        message = (
+            "plan must be a PrunePlan, a record that read_prune_record returned, or the channels "
+            f"to keep by layer, not {type(given).__name__}; PrunePlan.from_json reads a text"
+        )
+        raise ArgumentTypeError(message)
+    known = [name for name, _ in model.named_modules()]
+    for name in given if isinstance(given, Mapping) else ():
+        if name not in known:
+            message = f"plan names {name!r}, which is no layer of the model"
+            raise PruneError(message + did_you_mean(str(name), known))
 
 
 def _check_plan(model: nn.Module, plan: PrunePlan) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,19 +36,32 @@ def check_choice(group: PruneGroup, kept: tuple[int, ...]) -> None:
         raise PruneError(message)
 
 
-def as_mask(sizes: Mapping[str, int], name: str, value: Tensor) -> Tensor:
-    """Return which output channels of a layer stay, given a mask or indices."""
-    if name not in sizes:
-        message = f"layer {name!r} has no output channels that may be cut"
-        raise PruneError(message)
+def as_mask(sizes: Mapping[str, int], name: str, value: Any) -> Tensor:
+    """Return which output channels of a layer stay.
+
+    Args:
+        sizes: The number of output channels of every layer that may lose some.
+        name: The layer, one of them.
+        value: A bool or uint8 mask, or the indices that stay, as a tensor or a sequence.
+
+    Raises:
+        PruneError: It is neither, or of another length.
+    """
+    try:
+        value = torch.as_tensor(value)
+    except (RuntimeError, TypeError, ValueError):
+        value = torch.empty(0, dtype=torch.float32)
     if value.dtype in (torch.bool, torch.uint8):
-        mask = value.flatten().bool().cpu()
+        mask: Tensor = value.flatten().bool().cpu()
+    elif value.dtype.is_floating_point or value.dtype.is_complex:
+        message = f"layer {name!r} takes a mask of its output channels, or the indices that stay"
+        raise PruneError(message)
     else:
         mask = torch.zeros(sizes[name], dtype=torch.bool)
         if value.numel() and not 0 <= int(value.min()) <= int(value.max()) < sizes[name]:
             message = f"layer {name!r} has output channels 0 to {sizes[name] - 1}"
             raise PruneError(message)
-        mask[value.flatten().cpu()] = True
+        mask[value.flatten().long().cpu()] = True
     if mask.numel() != sizes[name]:
         message = f"layer {name!r} has {sizes[name]} output channels, the mask {mask.numel()}"
         raise PruneError(message)

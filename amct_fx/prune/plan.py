@@ -6,7 +6,7 @@ Source: spec/pruning.md section 7.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from amct_fx.errors import PruneError
+from amct_fx.errors import PruneError, did_you_mean
 from amct_fx.prune.choices import as_mask, check_choice, unit_stays
 from amct_fx.prune.levels import Level, check_levels
 from amct_fx.prune.plan_costs import cost_after, parameters_gone, remaining_sizes
@@ -355,6 +355,9 @@ class PrunePlan:
                 keep different ones, blocks would keep unequal counts.
         """
         sizes = self.row_sizes()
+        for name in rows:
+            if name not in sizes:
+                raise self._unknown(name, sizes)
         stays = {name: as_mask(sizes, name, value) for name, value in rows.items()}
         plan = self
         for group in self.groups:
@@ -370,15 +373,24 @@ class PrunePlan:
         plan.check()
         return plan
 
+    def _unknown(self, name: str, known: Iterable[str]) -> PruneError:
+        """Return the error for a layer that loses no channels."""
+        pinned = next((layer for layer in self.pinned if layer.name == name), None)
+        why = f": {pinned.code}: {pinned.text}" if pinned else did_you_mean(name, known)
+        return PruneError(f"layer {name!r} has no output channels that may be cut{why}")
+
     def check(self) -> None:
-        """Raise unless the groups keep counts that fit each other.
+        """Raise unless the groups keep units of theirs, in counts that fit each other.
 
         Prepare, removal and :meth:`with_rows` check it; :meth:`with_kept` cannot, as it changes one
         group after the other.
 
         Raises:
-            PruneError: Names the operation that needs equal counts, the groups, and their counts.
+            PruneError: Names the operation that needs equal counts, the groups, and their counts;
+                or a group whose kept units do not exist.
         """
+        for group in self.groups:
+            check_choice(group, tuple(sorted(group.kept)))
         kept = {group.id: len(group.kept) for group in self.groups}
         check_levels(self.levels, kept, {group.id: group.producers[0] for group in self.groups})
 

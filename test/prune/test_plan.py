@@ -5,16 +5,20 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from typing import Any
 
 import pytest
 import torch
 
+from amct_fx import prepare_qat_amct
 from amct_fx.errors import ModelError, PruneError
 from amct_fx.prune import PrunePlan, remove_channels
 from test.prune import networks as nets
 from test.prune.helpers import assert_exact, kept, plan_for
 
 IMAGE = nets.golden_input(2, 3, 16, 16)
+CFG = """prune_config { filter_pruner {
+    balanced_l2_norm_filter_prune { prune_ratio: 0.5 ascend_optimized: false } } }"""
 
 
 @pytest.fixture
@@ -69,6 +73,41 @@ def test_a_choice_that_does_not_fit_is_refused(plan: PrunePlan) -> None:
     with pytest.raises(KeyError):
         plan["out"]
     assert issubclass(PruneError, (ModelError, RuntimeError))
+
+
+BAD_PLANS: list[tuple[Any, type[Exception], str]] = [
+    ({"stm": torch.arange(8)}, PruneError, "plan names 'stm', which is no layer .* mean 'stem'"),
+    ({"out": torch.arange(2)}, PruneError, "'out' has no output channels .* it is an output of"),
+    ({"b1": torch.arange(2)}, PruneError, "'b1' has no output channels that may be cut"),
+    ({"stem": torch.rand(16)}, PruneError, "'stem' takes a mask of its output channels, or the"),
+    ({"stem": "0, 1"}, PruneError, "'stem' takes a mask of its output channels, or the"),
+    ({"stem": [16]}, PruneError, "'stem' has output channels 0 to 15"),
+    ("plan.json", TypeError, "plan must be a PrunePlan, .* not str; PrunePlan.from_json reads"),
+    (3, TypeError, "plan must be a PrunePlan, .* not int"),
+]
+
+
+@pytest.mark.parametrize(("given", "error", "text"), BAD_PLANS)
+@pytest.mark.parametrize("apply", ["convert", "prepare"])
+def test_what_is_no_plan_is_refused_and_the_model_stays(
+    given: Any, error: type[Exception], text: str, apply: Any, model: nets.Net
+) -> None:
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(error, match=text):
+        prepare_qat_amct(model, CFG, IMAGE, plan=given, apply=apply, inplace=True)
+    assert type(model) is nets.Net
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_a_file_with_units_that_do_not_exist_is_refused(model: nets.Net, plan: PrunePlan) -> None:
+    edited = PrunePlan.from_json(plan.to_json().replace('"kept": [', '"kept": [99, ', 1))
+    with pytest.raises(PruneError, match="'stem' has units 0 to 15"):
+        prepare_qat_amct(model, CFG, IMAGE, plan=edited)
+
+
+def test_indices_may_be_a_list(model: nets.Net) -> None:
+    prepared = prepare_qat_amct(model, CFG, IMAGE, plan={"stem": [0, 3, 5]})
+    assert prepared.stem.kept_channels.nonzero().flatten().tolist() == [0, 3, 5]
 
 
 def test_blocks_must_keep_equal_counts() -> None:
