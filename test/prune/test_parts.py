@@ -42,6 +42,8 @@ PASS: dict[str, Forward] = {
     "narrow": lambda m, x: m.six(m.a(x).narrow(1, 2, 6)),
     "narrow_function": lambda m, x: m.ten(torch.narrow(m.a(x), -3, 6, 10)),
     "narrow_last": lambda m, x: m.six(m.a(x).narrow(1, -6, 6)),
+    "narrow_all": lambda m, x: m.b(m.a(x).narrow(1, 0, 16)),
+    "slice_all": lambda m, x: m.b(m.a(x)[:, 0:16]),
     "narrow_rows": lambda m, x: m.b(m.a(x).narrow(2, 0, x.size(2) // 2)),
     "tensor_split": lambda m, x: m.b(torch.cat(m.a(x).tensor_split(2, 1)[::-1], 1)),
     "tensor_split_thirds": lambda m, x: sum_of(m, torch.tensor_split(m.a(x), 3, dim=1)),

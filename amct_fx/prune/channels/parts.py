@@ -302,9 +302,9 @@ def _slice(
         return int(row[:start].sum()), int(row[:stop].sum())
 
     def arguments(state: Replay, sizes: list[Shape]) -> Any:
-        if whole:
+        if place is None or (whole and node.target is operator.getitem):
             return None
-        assert place is not None
+
         return changed(place, *bounds(state))
 
     rearrange(walk, node, run, arguments)
