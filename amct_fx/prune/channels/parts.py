@@ -182,6 +182,8 @@ def narrow(walk: Walk, node: fx.Node) -> None:
     items = [slice(None)] * (dim % rank) + [slice(start, stop)]
 
     def arguments(place: int, first: int, last: int) -> Any:
+        if place != dim % rank:
+            return None
         return (source, place, first, last - first), {}
 
     _slice(walk, node, items, arguments)
@@ -304,7 +306,6 @@ def _slice(
     def arguments(state: Replay, sizes: list[Shape]) -> Any:
         if place is None or (whole and node.target is operator.getitem):
             return None
-
         return changed(place, *bounds(state))
 
     rearrange(walk, node, run, arguments)
