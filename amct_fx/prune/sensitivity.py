@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from amct_fx.errors import InputDataError
 
@@ -60,7 +61,8 @@ class TaylorLossSensitivity:
             raise InputDataError(message)
         self._model.eval().zero_grad(set_to_none=True)
         with torch.enable_grad():
-            for number, (inputs, target) in enumerate(samples[:iterations]):
+            for number, sample in enumerate(samples[:iterations]):
+                inputs, target = tree_map_only(Tensor, Tensor.detach, sample)  # nothing but ours
                 arguments = inputs if isinstance(inputs, tuple) else (inputs,)
                 output = self._model(*arguments)
                 try:

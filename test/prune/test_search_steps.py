@@ -151,6 +151,16 @@ def test_a_loader_is_read_only_as_far_as_it_is_needed() -> None:
     assert read == [0, 1, 2]
 
 
+@pytest.mark.filterwarnings("ignore:the ratio that can be reached:amct_fx.AmctWarning")
+def test_targets_of_a_teacher_leave_no_gradients_in_it() -> None:
+    teacher = model()
+    x = data()[0]
+    search_channel_pruning(
+        model(), f"compress_ratio: 1.3 test_iteration: 2 {FREE}", [x, teacher(x) + 0.1]
+    )
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
 def test_objects_and_files_are_checked_before_the_search(tmp_path: Any) -> None:
     class Nothing:
         pass
