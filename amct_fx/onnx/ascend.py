@@ -59,6 +59,7 @@ def rewrite_for_ascend(graph: Graph, calls: list[LayerCall]) -> None:
         _take_integers(graph, call, quantizers.output_for(call))
         _dequantize(graph, call)
     _forget_quantizers(graph)
+    _dequantize_constants(graph)
     for node in graph.nodes:
         if node.op_type == "BatchNormalization" and not attributes(node).get("training_mode"):
             kept = attributes(node)
@@ -250,6 +251,25 @@ def _only_shape_is_read(graph: Graph, tensor: str) -> bool:
         or (reader.op_type in MOVES_VALUES and _only_shape_is_read(graph, reader.output[0]))
         for reader in graph.readers(tensor)
     )
+
+
+def _dequantize_constants(graph: Graph) -> None:
+    """Let what is no layer read the weight of one, as ``x @ layer.weight.T``, as floats."""
+    for node in list(graph.nodes):
+        if node.op_type != "DequantizeLinear":
+            continue
+        codes, scale = graph.array(node.input[0]), graph.array(node.input[1])
+        if codes is None or scale is None:
+            continue
+        zero = graph.array(node.input[2]) if len(node.input) > 2 else None
+        axis = attributes(node).get("axis", 1)
+        along = [-1 if i == axis % codes.ndim else 1 for i in range(codes.ndim)]
+        scale = scale.reshape(along if scale.size > 1 else ())
+        steps = codes.astype(scale.dtype)
+        if zero is not None:
+            steps -= zero.astype(scale.dtype).reshape(along if zero.size > 1 else ())
+        values = graph.add_initializer(f"{node.output[0]}.values", steps * scale)
+        graph.replace_uses(node.output[0], values)
 
 
 def _check_left(graph: Graph) -> None:

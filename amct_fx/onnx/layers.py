@@ -86,18 +86,27 @@ def find_layers(graph: Graph, model: nn.Module) -> list[LayerCall]:
     buffers = dict(_weight_names(aliases, layers))
     found: list[LayerCall] = []
     counts: dict[str, int] = {}
+    only_weight: dict[str, str] = {}  # as ``x @ layer.weight.T``, which is no call of the layer
     for node in graph.nodes:
         if node.op_type not in OPERATORS or len(node.input) < 2:
             continue
         name = _layer_of(graph, node, aliases, buffers)
         if name is None:
             continue
+        quantizer = _quantizer(graph, node)
+        if quantizer is None:
+            only_weight.setdefault(name, node.op_type)
+            continue
+        quantize, path = quantizer
         count = counts[name] = counts.get(name, -1) + 1
         label = call_name(name, count, aliases)
-        quantize, path = _quantizer(graph, node, name)
         call = LayerCall(label, name, layers[name], node, quantize, path=path)
         call.bias_add = _bias_add(graph, call)
         found.append(call)
+    for name, operator in only_weight.items():
+        if name not in counts:
+            message = f"{name}: the exported graph does not quantize the input of this {operator}"
+            raise ExportError(message)
     return found
 
 
@@ -176,7 +185,7 @@ def _dequantized_constants(graph: Graph, tensor: str) -> Iterator[str]:
             yield from _dequantized_constants(graph, source)
 
 
-def _quantizer(graph: Graph, node: NodeProto, name: str) -> tuple[NodeProto, list[NodeProto]]:
+def _quantizer(graph: Graph, node: NodeProto) -> tuple[NodeProto, list[NodeProto]] | None:
     """Return the quantizer of the input of ``node``, and the nodes between, in execution order."""
     path: list[NodeProto] = []
     maker = graph.producer(node.input[0])
@@ -185,8 +194,7 @@ def _quantizer(graph: Graph, node: NodeProto, name: str) -> tuple[NodeProto, lis
         maker = graph.producer(maker.input[0])
     quantize = graph.producer(maker.input[0]) if maker is not None else None
     if maker is None or maker.op_type != "DequantizeLinear" or quantize is None:
-        message = f"{name}: the exported graph does not quantize the input of this {node.op_type}"
-        raise ExportError(message)
+        return None
     return quantize, path
 
 

@@ -320,3 +320,26 @@ def test_layers_keep_names_that_operators_have_and_may_run_in_training_only(expo
     result = verify_onnx(path, prepared, x)
     assert result.passed, str(result)
     assert [row.name for row in result.rows] == ["fc", "linear", "conv2d"]
+
+
+class TiedDecoder(nn.Module):
+    """Reads the weight of a layer that it also calls; only the call has a quantized input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.middle = nn.Linear(6, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.middle(self.encoder(x)) @ self.encoder.weight
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
+def test_the_weight_of_a_layer_may_be_read_beside_its_calls(exporter, format, path):
+    x = rand(2, 3, 6)
+    model = converted(TiedDecoder(), x)
+    export_onnx(model, x, path, format=format, exporter=exporter, opset=18)
+    result = verify_onnx(path, model, x)
+    assert result.passed, str(result)
+    assert result.output_sqnr > 60
+    assert [row.name for row in result.rows] == ["encoder", "middle"]
