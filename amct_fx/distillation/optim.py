@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,7 @@ class Trained:
         spans: Width of the input range that each clip belongs to.
         quantum: Smallest mean distance between two codes among the quantized weights of the
             group, as coarse as those in front of it; infinite without any.
+        largest_code: The largest code of weights with that distance.
     """
 
     clips: list[nn.Parameter] = field(default_factory=list)
@@ -57,6 +58,7 @@ class Trained:
     rest: list[nn.Parameter] = field(default_factory=list)
     spans: list[float] = field(default_factory=list)
     quantum: float = math.inf
+    largest_code: int = 128
 
     @classmethod
     def of(
@@ -79,7 +81,10 @@ class Trained:
         scales = {
             part.scale for part in module.modules() if isinstance(part, ULQWeightFakeQuantize)
         }
-        found = cls(quantum=_quantum(module, bits))
+        layers = [part for part in module.modules() if isinstance(part, QATLayer)]
+        widths = [layer.weight_bits for layer in layers]
+        fewest = min(widths if bits is None else [*widths, bits], default=8)
+        found = cls(quantum=_quantum(layers, fewest), largest_code=2 ** (fewest - 1))
         for parameter in parameters:
             if parameter in spans:
                 found.clips.append(parameter)
@@ -100,18 +105,14 @@ class Trained:
 
 
 @torch.no_grad()
-def _quantum(module: nn.Module, bits: int | None) -> float:
+def _quantum(layers: Sequence[QATLayer], bits: int) -> float:
+    """Return the smallest mean distance between two codes, if no layer had more than ``bits``."""
     distances = [
-        float(layer.weight_scale(name).mean()) * 2.0 ** (layer.weight_bits - _fewest(layer, bits))
-        for layer in module.modules()
-        if isinstance(layer, QATLayer)
+        float(layer.weight_scale(name).mean()) * 2.0 ** max(layer.weight_bits - bits, 0)
+        for layer in layers
         for name in layer.weight_names
     ]
     return min(distances, default=math.inf)
-
-
-def _fewest(layer: QATLayer, bits: int | None) -> int:
-    return layer.weight_bits if bits is None else min(bits, layer.weight_bits)
 
 
 def default_optimizer(
@@ -131,9 +132,10 @@ def default_optimizer(
     Args:
         trained: The parameters of the group.
         lr: For weights, biases and batch norms, at most.
-        weight_step: Largest step of these, as a share of the distance between two codes of the
-            quantized weights in the group; ``None``: no limit. Behind coarser weights, whose errors
-            the group makes up for, the distance counts as if its own were as coarse.
+        weight_step: Largest step of a weight, also by a learned scale, as a share of the distance
+            between two codes of the quantized weights in the group; ``None``: no limit. Behind
+            coarser weights, whose errors the group makes up for, the distance counts as if its own
+            were as coarse.
         clip_lr: For clips; ``None``: 0.1, but at most a hundredth of the range. A fixed step of
             0.1 would cross a range such as [-0.2, 0.2] in a few steps.
         factor: For all learning rates.
@@ -146,11 +148,12 @@ def default_optimizer(
         }
         for clip, span in zip(trained.clips, trained.spans, strict=True)
     ]
+    longest = math.inf if weight_step is None else weight_step * trained.quantum
     if trained.scales:
-        groups.append({"params": trained.scales, "lr": factor * _SCALE_LR, "weight_decay": 0.0})
+        scale_lr = min(_SCALE_LR, longest / trained.largest_code)  # the largest weights move most
+        groups.append({"params": trained.scales, "lr": factor * scale_lr, "weight_decay": 0.0})
     if trained.rest:
-        if weight_step is not None:
-            lr = min(lr, weight_step * trained.quantum)
+        lr = min(lr, longest)
         groups.append({"params": trained.rest, "lr": factor * lr, "weight_decay": _WEIGHT_DECAY})
     return torch.optim.AdamW(groups)
 

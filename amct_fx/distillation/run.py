@@ -114,8 +114,9 @@ def distill(
         clip_headroom: No clip is tightened to less than this share beyond the extremes of the
             measured batches, since other data go further; ``None``: no limit.
         weight_step: ``lr`` is lowered to this share of the distance between two codes of the
-            quantized weights in the group, since Adam moves each weight by about ``lr``, whatever
-            its gradient is; ``None``: no limit.
+            quantized weights in the group, or of coarser ones in front of it, since Adam moves
+            each weight by about ``lr``, whatever its gradient is; so is the learning rate of
+            learned scales, for the largest code. ``None``: no limit.
         bn_mode: ``"eval"``: batch norms use their statistics, and keep them; ``"train"``: those of
             the group that is trained collect new ones.
         keep_best: Keep the best state of each group, as measured on up to 16 batches, so that none

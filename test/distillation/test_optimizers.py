@@ -101,6 +101,8 @@ def test_the_default_optimizer_does_not_decay_clips() -> None:
     quantum = min(float(layer.weight_scale().mean()) for layer in layers)
     assert rates[id(student.c1.weight)]["lr"] == pytest.approx(min(1e-3, WEIGHT_STEP * quantum))
     assert rates[id(student.c1.weight)]["lr"] < 1e-3
+    largest = rates[id(student.c1.weight_fake_quant.scale)]["lr"] * 128
+    assert largest == pytest.approx(WEIGHT_STEP * quantum)
 
 
 def test_factories_of_optimizer_and_scheduler() -> None:
