@@ -6,6 +6,7 @@ import platform
 import re
 import textwrap
 from collections import Counter
+from datetime import date
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,8 @@ def write_table(path: Path, records: list[Record]) -> None:
 def _versions() -> str:
     names = ("torch", "torchvision", "timm", "transformers", "onnx", "onnxruntime")
     found = ", ".join(f"{name} {version(name)}" for name in names)
-    text = f"Written with Python {platform.python_version()}, {found}, on two CPU cores."
+    python = f"Python {platform.python_version()}"
+    text = f"Written on {date.today()} with {python}, {found}, on two CPU cores."
     return "\n".join(textwrap.wrap(text, 100))
 
 
