@@ -120,7 +120,12 @@ def regions(model: nn.Module) -> Iterator[tuple[str, GraphForward]]:
 
 
 def _graph_class(original: type[nn.Module], forward: Any) -> type[nn.Module]:
+    def new(_: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+        """Make another module, as ``sequential[1:]`` does: the graph is not its forward."""
+        return original(*args, **kwargs)
+
     namespace = {
+        "__new__": new,
         "forward": forward,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from amct_fx import prepare_qat_amct
 from amct_fx.graph import capture, fx_graph_of, install_graph, regions
 
 
@@ -158,3 +159,19 @@ def test_generated_classes_do_not_enter_the_users_registry(x):
     clone = copy.deepcopy(model)
     assert clone.lock is None
     assert torch.equal(clone(x), model(x))
+
+
+def test_a_part_of_a_traced_container_runs_its_own_layers(x):
+    class Sliced(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), nn.Conv2d(3, 3, 1))
+
+        def forward(self, x):
+            return self.layers[1:](self.layers[:1](x)) if x.mean() < 100 else x
+
+    prepared = prepare_qat_amct(Sliced())
+    prepared(x)
+    expected = prepared.layers(x)
+    assert torch.equal(prepared(x), expected)
+    assert type(prepared.layers[1:]) is nn.Sequential
