@@ -215,7 +215,7 @@ class Builder:
         """Take parts of the channels, or of the other axes."""
         source = self.pick()
         c = source.channels
-        last = self.integer(1, c)
+        last = self.integer(2, c)
         forms: list[tuple[int, Callable[[Tensor], Tensor]]] = [
             (last, lambda x: x.narrow(1, c - last, last)),
             (last, lambda x: torch.narrow(x, -3, 0, last)),

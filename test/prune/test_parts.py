@@ -69,6 +69,7 @@ PASS: dict[str, Forward] = {
     "unbind_rows": lambda m, x: m.b(torch.stack(torch.unbind(m.a(x), 2)[:3], 2)),
 }
 STAYS: dict[str, Forward] = {
+    "empty_part": lambda m, x: m.b(m.a(x).tensor_split((16,), 1)[0]),
     "select_channel": lambda m, x: m.b(m.a(x) * m.a(x).select(1, 3).unsqueeze(1)),
     "channels_by_buffer": lambda m, x: m.b(m.a(x)[:, m.order.repeat(4)]),
     "some_channels": lambda m, x: m.six(m.a(x)[:, [0, 3, 5, 7, 9, 11]]),

@@ -195,6 +195,9 @@ def rearrange(
     if [tuple(item.shape) for item in moved] != shapes:
         walk.pin_inputs(node, "unknown_op", "it cannot be followed")
         return
+    if any(item.numel() == 0 for item in moved):
+        walk.pin_inputs(node, "width_mismatch", "one of its results is empty")
+        return
     spaces = [_moved_space(walk, node, space, shape, item) for item in moved]
     keys = [(node, i) for i in range(len(shapes))] if isinstance(fact, tuple) else [node]
     walk.spaces[node] = tuple(spaces) if isinstance(fact, tuple) else spaces[0]
