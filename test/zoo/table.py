@@ -56,6 +56,7 @@ _LEGEND = """
 - **file by**: the exporters that wrote a file which passed, `torch.export` (`dynamo=True`) and
   TorchScript (`dynamo=False`). The first takes ten times as long, so large siblings of a checked
   model were written by the second only.
+- **s**: seconds, one thread, on a machine that was doing other work, too.
 """
 
 
@@ -184,6 +185,7 @@ def _float_layers(records: list[Record]) -> str:
     reasons: Counter[str] = Counter()
     for record in records:
         for reason, count in record.float_reasons.items():
+            reason = re.sub(r"_\d+'", "'", reason)  # the node of a second call
             reasons[re.sub(r"\d+ times", "several times", reason)] += count
     rows = [(_cell(reason), str(count)) for reason, count in reasons.most_common()]
     text = "\n## Why layers stay float\n\n"
