@@ -215,7 +215,7 @@ class Builder:
         """Take parts of the channels, or of the other axes."""
         source = self.pick()
         c = source.channels
-        last = self.integer(2, c)
+        last = self.integer(min(2, c), c)
         forms: list[tuple[int, Callable[[Tensor], Tensor]]] = [
             (last, lambda x: x.narrow(1, c - last, last)),
             (last, lambda x: torch.narrow(x, -3, 0, last)),
@@ -249,6 +249,8 @@ class Builder:
 
     def split(self) -> None:
         source = self.pick()
+        if source.channels < 2:
+            return
         first = self.integer(1, source.channels - 1)
         sizes = [first, source.channels - first]
         swapped = self.integer(0, 1)
