@@ -143,8 +143,9 @@ class QATLayer(nn.Module):
         return input if quantized else self.input_quantizer(input)
 
     def source_of(self, input: Tensor) -> Source | None:
-        """Return what a quantized ``input`` was made from, if backward may make it again."""
-        if is_traced():
+        """Return what a quantized ``input`` was made from, if backward will make it again."""
+        weight = self._parameters.get(self.weight_names[0])
+        if is_traced() or (weight is not None and not weight.requires_grad):
             return None
         quantizer = self.input_quantizer
         return quantizer.source_of(input) if isinstance(quantizer, ULQFakeQuantize) else None

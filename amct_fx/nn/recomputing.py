@@ -170,9 +170,7 @@ class _Recomputing(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         settings = ctx.settings
         of_input, of_weight, _, of_bias = ctx.needs_input_grad[:4]
-        if not of_weight:
-            input = x  # only its shape counts
-        elif torch.is_grad_enabled():  # create_graph
+        if torch.is_grad_enabled():  # create_graph
             input = apply_again(Source(x, ctx.clips, settings, ctx.remade))
         else:
             input = ctx.remade.get(x, *settings.qparams, settings.num_bits)

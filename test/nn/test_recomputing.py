@@ -226,6 +226,10 @@ def test_frozen_weights_need_no_input() -> None:
     assert layer.weight.grad is None
     assert x.grad is not None
     assert layer.input_fake_quant.clip_max.grad is not None
+    y = layer.input_fake_quant(x)
+    assert layer.source_of(y) is None
+    layer.weight.requires_grad_(True)
+    assert layer.source_of(y) is not None
 
 
 @pytest.mark.parametrize("bias", [True, False])
