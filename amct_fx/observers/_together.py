@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["compute_ahead", "quantize_ahead", "write_back"]
 
-_CLIPS = ("clip_max", "clip_min", "clip_max_prev", "clip_min_prev")
-
 
 def compute_ahead(quantizers: Iterable[ULQFakeQuantize]) -> None:
     """Give each quantizer that will quantize what its next forward computes with."""
@@ -36,15 +34,12 @@ def compute_ahead(quantizers: Iterable[ULQFakeQuantize]) -> None:
     for quantizer in quantizers:
         quantizer.ahead = None
         if quantizer.quantizes and _is_plain(quantizer):
-            key = (
-                quantizer.num_bits,
-                bool(quantizer.fixed_min),
-                quantizer.symmetric,
-                quantizer.clip_max.device,
-            )
+            device = quantizer._parameters["clip_max"].device  # type: ignore[union-attr]
+            key = (quantizer.num_bits, quantizer.symmetric, device)
             groups.setdefault(key, []).append(quantizer)
     learns = torch.is_grad_enabled()
     for members in groups.values():
+        members.sort(key=lambda quantizer: not quantizer.fixed_min)
         for quantizer, settings in zip(members, _settings(members, learns), strict=True):
             quantizer.ahead = Ahead(settings, quantizer.clip_versions)
 
@@ -101,21 +96,24 @@ def _is_plain(quantizer: ULQFakeQuantize) -> bool:
     """Say whether the clips are ordinary parameters: not sharded, wrapped or cast."""
     clips = quantizer._parameters.values()
     return all(
-        type(clip) is nn.Parameter and clip.numel() == 1 and clip.dtype == torch.float32
+        type(clip) is nn.Parameter and clip.shape == (1,) and clip.dtype == torch.float32
         for clip in clips
     )
 
 
 @torch.no_grad()
 def _settings(members: list[ULQFakeQuantize], learns: bool) -> list[Settings]:
-    """Return the settings of quantizers of one kind; what backward needs only if it ``learns``."""
+    """Return the settings of quantizers of one kind, those with ``fixed_min`` first.
+
+    Args:
+        members: The quantizers.
+        learns: Whether backward will need its constants.
+    """
     first = members[0]
-    upper, lower, *last = (
-        torch.cat([getattr(quantizer, name) for quantizer in members]) for name in _CLIPS
-    )
-    effective = ulq_effective_clips(
-        upper, lower, fixed_min=bool(first.fixed_min), previous=(last[0], last[1])
-    )
+    stored = zip(*(quantizer.written[:4] for quantizer in members), strict=True)
+    upper, lower, *previous = (torch.cat(column) for column in stored)
+    lower[: sum(bool(quantizer.fixed_min) for quantizer in members)] = 0
+    effective = ulq_effective_clips(upper, lower, previous=(previous[0], previous[1]))
     qparams = ulq_scale_offset(*effective, first.num_bits, first.symmetric)
     columns = [column.split(1) for column in (*effective, *qparams)]
     mixes: Sequence[Tensor | None] = [None] * len(members)

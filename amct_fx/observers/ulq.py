@@ -22,6 +22,8 @@ from amct_fx.observers._ulq_settings import Ahead, Settings
 
 Clips = tuple[Tensor, Tensor]
 
+_WRITTEN = ("clip_max", "clip_min", "clip_max_prev", "clip_min_prev", "scale", "zero_point")
+
 
 class ULQFakeQuantize(AmctFakeQuantize):
     """Fake-quantizes an activation with learned clips (ULQ), started by IFMR.
@@ -172,15 +174,9 @@ scale=0.00961109, zero_point=0, learning)
 
     @property
     def written(self) -> tuple[Tensor, ...]:
-        """The tensors that a forward in training writes."""
-        return (
-            self.clip_max,
-            self.clip_min,
-            self.clip_max_prev,
-            self.clip_min_prev,
-            self.scale,
-            self.zero_point,
-        )
+        """The tensors that a forward in training writes: clips, previous clips, qparams."""
+        held: dict[str, Any] = self._parameters | self._buffers
+        return tuple(held[name] for name in _WRITTEN)
 
     def source_of(self, y: Tensor) -> Source | None:
         """Return what ``y`` was made from, so that a layer need not keep it for backward.
