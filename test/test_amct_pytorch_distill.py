@@ -17,6 +17,7 @@ import amct_fx
 from amct_fx import amct_pytorch as amct
 from amct_fx.config.distill import load_distill_config
 from amct_fx.config.distill_json import load_distill_json
+from amct_fx.record.message import read_record_message
 
 from .distillation.models import Chain, images, mse, same_state, state_of, trained_norms
 
@@ -109,6 +110,30 @@ def test_the_prefix_may_be_empty_and_the_record_elsewhere(tmp_path: Path) -> Non
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"deploy_model.onnx", "fake_quant_model.onnx", "record"}
     assert record.read_text().count("record {") == 3
+
+
+def test_the_saved_scales_are_the_learned_ones(tmp_path: Path) -> None:
+    teacher = trained_norms(Chain())
+    text = "distill_weight_quant_config { ulq_distill { } }"
+    config = made(tmp_path, teacher, text)
+    student = amct.create_distill_model(config, teacher, X)
+    start = {
+        name: getattr(student, name).weight_fake_quant.scale.detach().clone()
+        for name in ("c1", "c2", "fc")
+    }
+    amct.distill(teacher, student, config, loader(), 3)
+    record = tmp_path / "record.txt"
+    amct.save_distill_model(student, f"{tmp_path}/net", X, str(record))
+    saved = {entry.key: entry.value for entry in read_record_message(record).record}
+    for name, before in start.items():
+        layer = getattr(student, name)
+        learned = layer.weight_fake_quant.scale.detach()
+        assert not torch.equal(learned, before)
+        norm = {"c1": student.b1, "c2": student.b2}.get(name)
+        if norm is not None:  # folded
+            learned = learned * norm.weight.abs() * (norm.running_var + norm.eps).rsqrt()
+        found = torch.tensor(saved[name].scale_w)
+        torch.testing.assert_close(found, learned.detach().reshape(-1), rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.parametrize("kind", ["json", "cfg", "config", "plan"])

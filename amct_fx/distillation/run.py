@@ -183,7 +183,7 @@ def distill(
     before = ModelSnapshot(target)
     try:
         with torch.inference_mode(False):
-            resumable = Checkpoint(checkpoint, plan.cuts, epochs)
+            resumable = Checkpoint(checkpoint, plan.cuts, epochs, target)
             run = _Run(source, target, plan, options, where)
             history = run.run(samples, resumable, progress)
     except BaseException:

@@ -78,6 +78,7 @@ def test_two_ranks_equal_one_process_on_the_joined_batches(tmp_path: Path) -> No
         if value.is_floating_point():
             moved = (value - start[key]).abs().max()
             assert (first[key] - value).abs().max() <= 1e-3 * moved + 1e-6, key
+            torch.testing.assert_close(first[key], value, rtol=1e-4, atol=1e-8)
     ours = history_of(student).to_dict()["groups"]
     for one, two in zip(ours, history["groups"], strict=True):
         assert one["before"] == pytest.approx(two["before"], rel=1e-4)

@@ -11,7 +11,12 @@ from torch import Tensor, nn
 import amct_fx
 from amct_fx.distillation import distillation_of, history_of
 from amct_fx.distillation.cuts import Block, fewest_bits
-from amct_fx.distillation.optim import WEIGHT_STEP, Trained, default_optimizer
+from amct_fx.distillation.optim import (
+    WEIGHT_STEP,
+    Trained,
+    default_optimizer,
+    rebuilt_optimizer,
+)
 from amct_fx.observers import ULQWeightFakeQuantize
 
 from .models import Chain, calibrated, images, mse, trained_norms
@@ -70,13 +75,30 @@ def test_the_hyper_parameters_of_the_users_optimizer_survive() -> None:
         }
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "Adam", "NAdam", "RMSprop", "Adagrad", "SGD", "Rprop"])
+SETTINGS: dict[str, dict[str, Any]] = {
+    "AdamW": {"betas": (0.7, 0.8), "eps": 1e-6, "weight_decay": 0.3, "amsgrad": True},
+    "Adam": {"betas": (0.7, 0.8), "eps": 1e-6},
+    "NAdam": {"betas": (0.7, 0.8), "momentum_decay": 0.1},
+    "RMSprop": {"alpha": 0.5, "momentum": 0.3, "centered": True},
+    "Adagrad": {"lr_decay": 0.1, "initial_accumulator_value": 0.2},
+    "SGD": {"momentum": 0.9, "nesterov": True},
+    "Rprop": {"etas": (0.4, 1.1), "step_sizes": (1e-7, 1e-3)},
+}
+
+
+@pytest.mark.parametrize("kind", list(SETTINGS))
 def test_every_optimizer_of_torch_can_be_rebuilt(kind: str) -> None:
+    """Also one whose values were changed after construction, as by a scheduler."""
     teacher = trained_norms(Chain())
     student = amct_fx.prepare_distill_amct(teacher)
-    options = {"betas": (0.7, 0.8)} if "dam" in kind else {}
-    given = getattr(torch.optim, kind)(student.parameters(), lr=1e-4, **options)
-    amct_fx.distill(teacher, student, images(1), optimizer=given)
+    given = getattr(torch.optim, kind)(student.parameters(), lr=1e-4, **SETTINGS[kind])
+    given.param_groups[0]["lr"] = 5e-5
+    trained = Trained.of(student, student.parameters())
+    rest, ranges = rebuilt_optimizer(given, trained).param_groups
+    expected = {key: value for key, value in given.param_groups[0].items() if key != "params"}
+    assert expected.items() <= rest.items()
+    assert {**expected, "weight_decay": 0.0}.items() <= {"weight_decay": 0.0, **ranges}.items()
+    amct_fx.distill(teacher, student, images(1), optimizer=given, lr=77.0)
     assert history_of(student).groups[0].steps
 
 

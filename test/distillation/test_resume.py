@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from amct_fx.distillation import history_of
 from amct_fx.errors import CheckpointError
 
 from .models import Chain, images, same_state, state_of, trained_norms
+from .test_distill import CLIPS
 
 
 class StopsAt:
@@ -107,3 +109,43 @@ def test_a_file_of_something_else_is_refused(content: Any, text: str, tmp_path: 
         amct_fx.distill(teacher, student, images(), epochs=3, checkpoint=file)
     assert file.read_bytes() == kept
     assert same_state(student, state)
+
+
+ULQ = "distill_weight_quant_config {{ ulq_distill {{ dst_type: {} }} }}"
+FIRST = ULQ.format("INT8")
+
+
+def another(teacher: nn.Module, cfg: str) -> nn.Module:
+    return amct_fx.prepare_distill_amct(teacher, cfg)
+
+
+@pytest.mark.filterwarnings("ignore:INT4 weights become INT8")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda teacher: another(trained_norms(Chain()), FIRST),
+        lambda teacher: another(teacher, ULQ.format("INT4")),
+        lambda teacher: another(teacher, FIRST.replace("ulq", "arq")),
+        lambda teacher: another(teacher, FIRST + CLIPS),
+        lambda teacher: another(teacher, FIRST + "distill_data_quant_config "
+            "{ ulq_quantize { fixed_min: true } }"),
+    ],
+    ids=["weights", "width", "algorithm", "clips", "fixed_min"],
+)  # fmt: skip
+def test_a_file_of_another_student_is_refused(
+    make: Callable[[nn.Module], nn.Module], tmp_path: Path
+) -> None:
+    """Its state would replace the one of the student that is given."""
+    teacher = trained_norms(Chain())
+    file = tmp_path / "progress.pt"
+    with pytest.raises(KeyboardInterrupt):
+        run(teacher, another(teacher, FIRST), file, 60)
+    kept = file.read_bytes()
+    student = make(teacher)
+    state = state_of(student)
+    with pytest.raises(CheckpointError, match="of another student, with other weights, ranges or"):
+        run(teacher, student, file)
+    assert file.read_bytes() == kept
+    assert same_state(student, state)
+    run(teacher, another(teacher, FIRST), file)
+    assert list(tmp_path.iterdir()) == []
