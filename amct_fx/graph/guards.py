@@ -86,6 +86,14 @@ class GuardedProxy(fx.Proxy):
         """Refuse to be a number, even where the code catches the error."""
         self._refuse("value")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse ``tensor.data = …`` and its like, which a graph would lose."""
+        if hasattr(torch.Tensor, name):
+            message = f"its forward sets {name} of a tensor"
+            self._complain(message)
+            raise TraceError(message)
+        super().__setattr__(name, value)
+
     def _refuse(self, what: str) -> NoReturn:
         message = f"its forward asks for the {what} of a tensor"
         self._complain(message)

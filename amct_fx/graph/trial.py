@@ -80,7 +80,9 @@ class _State:
         self.module._buffers.update(self.buffers)
         with torch.no_grad():
             for tensor, version, value in self.values:
-                if tensor._version != version:
+                if tensor.shape != value.shape:
+                    tensor.data = value
+                elif tensor._version != version or _differs(tensor, value):
                     tensor.copy_(value)
 
 
@@ -91,3 +93,9 @@ def _shape_of(module: nn.Module) -> tuple[Any, ...]:
 
 def _has_value(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_inference()
+
+
+def _differs(tensor: Tensor, value: Tensor) -> bool:
+    """Say whether values were written through ``.data``, which no version counter shows."""
+    readable = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
+    return readable and not torch.equal(tensor, value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -315,3 +317,35 @@ def test_a_chunk_of_a_short_axis_makes_fewer_parts(width: int):
     (island,) = captured.islands
     assert "computes something else on example_inputs" in island.reason
     assert captured.island_leaves == ["fc"]
+
+
+class Projected(nn.Module):
+    """Keeps its weight within a norm, as EEGNet does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.fc.weight.data = torch.renorm(self.fc.weight.data, 2, 0, 0.1)
+        return self.fc(x)
+
+
+class Halved(Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        y.data *= 0.5
+        return y
+
+
+@pytest.mark.parametrize("part", [Projected, Halved])
+def test_what_a_forward_sets_of_a_tensor_is_not_lost(part: type[nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), part())
+    x = torch.randn(2, 4)
+    expected = copy.deepcopy(model)(x)
+    captured = capture(model, is_layer)
+    (island,) = captured.islands
+    assert (island.name, "sets data of a tensor" in island.reason) == ("1", True)
+    for region in captured.regions:
+        install_graph(region.module, region.graph, region.guard)
+    assert torch.equal(model(x), expected)

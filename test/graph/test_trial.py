@@ -44,6 +44,26 @@ def test_a_run_on_example_inputs_leaves_buffers_and_attributes_alone(look):
     assert (float(steps), float(mean.abs().sum()), model.calls, model.last) == (0, 0, 0, None)
 
 
+def test_a_buffer_written_through_data_comes_back():
+    class Decaying(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.register_buffer("factor", torch.ones(4))
+            self.register_buffer("seen", torch.ones(4))
+
+        def forward(self, x):
+            self.factor.data.mul_(0.5)
+            self.seen.data = x
+            return self.fc(x) * self.factor
+
+    model = Decaying()
+    factor, seen = model.factor, model.seen
+    prepare_qat_amct(model, example_inputs=torch.zeros(2, 4), inplace=True)
+    assert (model.factor is factor, model.seen is seen) == (True, True)
+    assert torch.equal(torch.stack([factor, seen]), torch.ones(2, 4))
+
+
 def test_a_buffer_that_moves_does_not_make_its_graph_compute_something_else():
     class Steps(nn.Module):
         def __init__(self):
