@@ -67,14 +67,18 @@ class QuantizerGroups:
             return
         self._root = weakref.ref(model)
         self._inputs = [part for part in model.modules() if isinstance(part, ULQFakeQuantize)]
-        called = set()
+        called, read = set(), set()
         if isinstance(model, GraphForward):
             nodes = fx_graph_of(model).nodes
             called = {node.target for node in nodes if node.op == "call_module"}
+            read = {node.target for node in nodes if node.op == "get_attr"}
         self._layers = [
             part
             for name, part in model.named_modules()
-            if name in called and isinstance(part, QATLayer) and part.weight_names == ("weight",)
+            if name in called
+            and isinstance(part, QATLayer)
+            and part.weight_names == ("weight",)
+            and f"{name}.weight" not in read  # who reads it may change it through ``.data``
         ]
 
     def _weights(self) -> Iterator[tuple[Tensor, ARQFakeQuantize]]:

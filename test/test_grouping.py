@@ -100,6 +100,27 @@ def test_a_weight_changed_within_the_forward_counts() -> None:
     assert torch.equal(together(x), apart(x))
 
 
+class Decaying(nn.Module):
+    """Writes its weight where no version counter shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.fc.weight.data.mul_(0.5)
+        return self.out(self.fc(x))
+
+
+def test_a_weight_written_through_data_within_the_forward_counts() -> None:
+    together, x = prepare_qat_amct(Decaying()), torch.randn(8, 4)
+    together(x)
+    apart = copy.deepcopy(together)
+    remove_hooks(apart, QuantizerGroups)
+    for _ in range(3):
+        assert torch.equal(together(x), apart(x))
+
+
 def test_tied_layers_quantize_their_weight_once() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     model[2].weight = model[0].weight
