@@ -105,6 +105,9 @@ CARRIED: dict[str, Forward] = {
     "einsum_tokens": lambda m, x: m.out(torch.einsum("st,btc->bsc", m.mixing, m.a(x))),
     "einsum_scale": lambda m, x: m.out(torch.einsum("btc,c->btc", m.a(x), m.gamma)),
     "einsum_order": lambda m, x: m.out(torch.einsum("btc->cbt", m.a(x)).permute(1, 2, 0)),
+    "einsum_dots_unequal": lambda m, x: m.out(
+        torch.einsum("...v,...t", m.square, m.a(x).transpose(1, 2)).sum(2).transpose(1, 2)
+    ),
     "einsum_each": lambda m, x: m.out(torch.einsum("btc,st,c->bsc", m.a(x), m.mixing, m.beta)),
 }
 STAYS: dict[str, Forward] = {

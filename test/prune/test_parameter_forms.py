@@ -178,6 +178,10 @@ PINS: dict[str, Forward] = {
     ),
     "weight_of_a_layer": lambda m, x: m.b(m.a(x)) + m.a.weight.abs().sum(),
     "bias_of_a_layer": lambda m, x: m.b(m.a(x) - m.a.bias.view(-1, 1, 1)) + m.a.bias.norm(),
+    "put_together": lambda m, x: m.b(
+        m.a(x) * torch.cat([m.gamma[:4], m.twice[4:8]])[:, None, None]
+    ),
+    "repeated": lambda m, x: m.b(m.a(x) * torch.kron(m.gamma[:2], m.gamma[:4])[:, None, None]),
     "into_a_product": lambda m, x: m.b(m.a(x) * m.gamma[:, None, None]) + m.gamma @ m.beta,
 }
 

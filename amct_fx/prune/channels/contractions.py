@@ -215,7 +215,7 @@ def _einsum_letters(walk: Walk, equation: str, operands: Sequence[Any]) -> Lette
         found.append(names)
     if not arrow:
         every = [name for names in found for name in names]
-        unnamed = [name for name in dict.fromkeys(every) if len(name) > 1]
+        unnamed = max(([n for n in names if len(n) > 1] for names in found), key=len)
         once = sorted(n for n in set(every) if len(n) == 1 and every.count(n) == 1)
         return (*found, [*unnamed, *once])
     names = _named(result, len(walk.shape(operands[0]) or ()), sizes)

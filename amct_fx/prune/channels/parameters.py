@@ -199,6 +199,8 @@ def _parameters(walk: Walk, node: fx.Node, axis: int, entries: Tensor) -> list[_
         place = axis - (len(shape) - len(own))
         if place < 0 or own[place] == 1 < shape[axis]:
             continue
+        if own[place] != shape[axis]:
+            return []  # it is put together of several, or repeats one
         leaves = _parameters(walk, operand, place, entries)
         if not leaves:
             return []
