@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_flatten
 
 from amct_fx.errors import ModelError
+from amct_fx.graph.augmented import writes_inputs
 from amct_fx.graph.facts import layer_calls
 from amct_fx.graph.questions import CodeReader
 from amct_fx.graph.quick import trace_module
@@ -238,6 +239,8 @@ class _Walk:
             self._adopt_graph(module, name)
             return
         tracer, form, refusal = self._trace(module)
+        if refusal is None and name and writes_inputs(tracer.writes):
+            refusal = Refusal(type(module).__name__, "its forward changes its input (as x += 1)")
         if refusal is not None:
             self._add_island(module, name, refusal)
             return

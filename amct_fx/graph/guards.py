@@ -15,6 +15,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partialmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,6 +25,7 @@ from torch import fx, nn
 from torch.fx.proxy import Attribute, TraceError
 
 from amct_fx.graph.attributes import note_reads
+from amct_fx.graph.augmented import OPERATORS
 from amct_fx.graph.questions import GENERATORS
 
 if TYPE_CHECKING:
@@ -94,6 +96,14 @@ class GuardedProxy(fx.Proxy):
             raise TraceError(message)
         super().__setattr__(name, value)
 
+    def _augment(self, compute: Callable[[Any, Any], Any], other: Any) -> Any:
+        """Record ``self += other`` as ``self + other``, as fx does, and tell the tracer."""
+        result = compute(self, other)
+        note = getattr(self.tracer, "note_write", None)
+        if note is not None:
+            note(self.node, result.node)
+        return result
+
     def _refuse(self, what: str) -> NoReturn:
         message = f"its forward asks for the {what} of a tensor"
         self._complain(message)
@@ -113,6 +123,10 @@ class GuardedProxy(fx.Proxy):
         return GuardedProxy
 
     __class__: Any = property(_class_for_outsiders)
+
+
+for _name, _compute in OPERATORS.items():
+    setattr(GuardedProxy, _name, partialmethod(GuardedProxy._augment, _compute))
 
 
 def _may_ask_for_types(code: CodeType) -> bool:

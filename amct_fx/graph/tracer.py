@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.fx.immutable_collections import immutable_dict
 from torch.fx.proxy import TraceError
 
+from amct_fx.graph.augmented import Write, refuse_shared_writes
 from amct_fx.graph.guards import (
     TORCH_DIRECTORY,
     GuardedProxy,
@@ -96,6 +97,7 @@ class IslandTracer(fx.Tracer):
         self._complaint: str | None = None
         self._switching: dict[str, Refusal] = {}
         self._parameter_cache: dict[str, fx.Proxy] = {}
+        self.writes: list[Write] = []
 
     def trace_or_explain(self, module: nn.Module) -> Refusal | None:
         """Trace ``module`` into ``self.graph``; return the reason if that is not possible."""
@@ -141,11 +143,16 @@ class IslandTracer(fx.Tracer):
         """Remember that tracing was refused, even if the forward catches the error."""
         self._complaint = message
 
+    def note_write(self, old: fx.Node, new: fx.Node) -> None:
+        """Remember an augmented assignment."""
+        self.writes.append(Write(old, new))
+
     def _check(self, state: State, last: fx.Node | None) -> None:
         """Raise TraceError if the forward that just ran did something a graph cannot hold."""
         if self._complaint is not None:
             raise TraceError(self._complaint)
         state.check()
+        refuse_shared_writes(self.graph, self.writes)
         refuse_unread_questions(self._recorded_since(last))
 
     def _recorded_since(self, last: fx.Node | None) -> list[fx.Node]:
