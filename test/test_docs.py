@@ -72,7 +72,7 @@ def test_the_configurations_of_the_page_can_be_read(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_links_of_the_page_lead_somewhere(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
+    text = re.sub(r"`[^`\n]+`", "", (ROOT / page).read_text(encoding="utf-8"))  # code has no links
     targets = re.findall(r"\]\((?!https?:)([^)#]+)", text)
     missing = [target for target in targets if not (ROOT / page).parent.joinpath(target).exists()]
     assert missing == []
