@@ -59,6 +59,7 @@ class _State:
     attributes: dict[str, Any]
     buffers: dict[str, Tensor | None]
     values: list[tuple[Tensor, int, Tensor]]
+    containers: list[tuple[Any, Any]]
 
     @classmethod
     def of(cls, module: nn.Module) -> _State:
@@ -67,7 +68,9 @@ class _State:
             value for value in (*attributes.values(), *buffers.values()) if _has_value(value)
         ]
         values = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors]
-        return cls(module, _shape_of(module), attributes, buffers, values)
+        own = [value for name, value in attributes.items() if not name.startswith("_")]
+        containers = [(value, value.copy()) for value in own if type(value) in (list, dict, set)]
+        return cls(module, _shape_of(module), attributes, buffers, values, containers)
 
     def restore(self) -> None:
         if _shape_of(self.module) != self.shape:
@@ -76,6 +79,9 @@ class _State:
         for name in now.keys() - self.attributes.keys():
             del now[name]
         now.update({name: value for name, value in self.attributes.items() if name not in _PARTS})
+        for container, content in self.containers:
+            container.clear()
+            (container.extend if type(container) is list else container.update)(content)
         self.module._buffers.clear()
         self.module._buffers.update(self.buffers)
         with torch.no_grad():

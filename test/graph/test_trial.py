@@ -64,6 +64,23 @@ def test_a_buffer_written_through_data_comes_back():
     assert torch.equal(torch.stack([factor, seen]), torch.ones(2, 4))
 
 
+def test_lists_and_dicts_of_a_module_keep_their_content():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.scales, self.seen = nn.Linear(4, 4), [1.0], {}
+
+        def forward(self, x):
+            self.scales[0] += 1
+            self.seen[len(self.seen)] = x.shape
+            return self.fc(x) * self.scales[0]
+
+    model = Counting()
+    scales = model.scales
+    prepare_qat_amct(model, example_inputs=torch.zeros(2, 4), inplace=True)
+    assert (model.scales is scales, scales, model.seen) == (True, [1.0], {})
+
+
 def test_a_buffer_that_moves_does_not_make_its_graph_compute_something_else():
     class Steps(nn.Module):
         def __init__(self):
