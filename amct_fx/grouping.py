@@ -4,7 +4,8 @@ Each input quantizer turns two learned clips into a scale and an offset, and its
 few more numbers: about fifty operations on single values, which on an accelerator are as many
 launches, and on a CPU cost as much as several passes over a small activation. Each weight quantizer
 does the like for its scales. A forward of the model does them for all quantizers together, on one
-vector for each kind, and writes clips and scales back at its end.
+vector for each kind, and writes clips and scales back at its end. Where hooks run within it, which
+may change anything, each quantizer computes for itself.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from amct_fx.distributed import RangeMerger
 from amct_fx.graph import GraphForward, fx_graph_of
 from amct_fx.nn.qat import QATLayer
 from amct_fx.observers import ARQFakeQuantize, ULQFakeQuantize
 from amct_fx.observers._recompute import is_traced
-from amct_fx.observers._together import compute_ahead, quantize_ahead, write_back
+from amct_fx.observers._together import compute_ahead, forget_ahead, quantize_ahead, write_back
 from amct_fx.root_hooks import attach_hooks
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ class QuantizerGroups:
 
     def __init__(self) -> None:
         self._root: weakref.ref[nn.Module] | None = None
+        self._parts: list[nn.Module] = []
         self._inputs: list[ULQFakeQuantize] = []
         self._layers: list[QATLayer] = []
 
@@ -50,6 +53,9 @@ class QuantizerGroups:
         if is_traced():
             return
         self._look_at(model)
+        if any(map(_runs_hooks, self._parts)):  # they may write to ``.data``, which shows nowhere
+            forget_ahead(self._inputs, self._weight_quantizers())
+            return
         compute_ahead(self._inputs)
         if torch.is_grad_enabled():  # else all quantized weights would live at once for nothing
             quantize_ahead(self._weights())
@@ -59,14 +65,15 @@ class QuantizerGroups:
         if is_traced():
             return
         self._look_at(model)
-        write_back(self._inputs, (quantizer for _, quantizer in self._weights()))
+        write_back(self._inputs, self._weight_quantizers())
 
     def _look_at(self, model: nn.Module) -> None:
         """Find the quantizers of ``model``, and the layers that each forward of it runs."""
         if self._root is not None and self._root() is model:
             return
         self._root = weakref.ref(model)
-        self._inputs = [part for part in model.modules() if isinstance(part, ULQFakeQuantize)]
+        self._parts = list(model.modules())
+        self._inputs = [part for part in self._parts if isinstance(part, ULQFakeQuantize)]
         called, read = set(), set()
         if isinstance(model, GraphForward):
             nodes = fx_graph_of(model).nodes
@@ -88,5 +95,17 @@ class QuantizerGroups:
             if type(weight) is nn.Parameter and type(quantizer) is ARQFakeQuantize:
                 yield weight, quantizer
 
+    def _weight_quantizers(self) -> list[ARQFakeQuantize]:
+        return [quantizer for _, quantizer in self._weights()]
+
     def __reduce__(self) -> tuple[Any, ...]:
         return QuantizerGroups, ()
+
+
+def _runs_hooks(module: nn.Module) -> bool:
+    """Say whether somebody else's hooks run around the forward of ``module``."""
+    if not (module._forward_pre_hooks or module._forward_hooks):
+        return False
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    owners = (getattr(hook, "__self__", None) for hook in hooks)
+    return not all(isinstance(owner, (QuantizerGroups, RangeMerger)) for owner in owners)

@@ -100,6 +100,22 @@ def test_a_weight_changed_within_the_forward_counts() -> None:
     assert torch.equal(together(x), apart(x))
 
 
+@pytest.mark.parametrize("name", ["", "1", "4"])
+def test_a_hook_may_write_weights_and_clips_through_data(name: str) -> None:
+    together, apart = pair()
+    x = torch.randn(2, 3, 9, 9)
+    for model in (together, apart):
+        layer: Any = model.get_submodule("4")
+
+        def constrain(*_: Any, layer: Any = layer) -> None:
+            layer.weight.data.mul_(0.5)
+            layer.input_fake_quant.clip_max.data.mul_(0.9)
+
+        model.get_submodule(name).register_forward_pre_hook(constrain)
+    for _ in range(2):
+        assert torch.equal(together(x), apart(x))
+
+
 class Decaying(nn.Module):
     """Writes its weight where no version counter shows it."""
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from amct_fx.observers.arq import ARQFakeQuantize
     from amct_fx.observers.ulq import ULQFakeQuantize
 
-__all__ = ["compute_ahead", "quantize_ahead", "write_back"]
+__all__ = ["compute_ahead", "forget_ahead", "quantize_ahead", "write_back"]
 
 
 def compute_ahead(quantizers: Iterable[ULQFakeQuantize]) -> None:
@@ -90,6 +90,16 @@ def write_back(
             values.append(made.scale)
     if targets:
         torch._foreach_copy_(targets, values)
+
+
+def forget_ahead(
+    quantizers: Iterable[ULQFakeQuantize], weight_quantizers: Iterable[ARQFakeQuantize]
+) -> None:
+    """Let all compute for themselves, also after a forward that failed."""
+    for quantizer in quantizers:
+        quantizer.ahead = None
+    for of_weight in weight_quantizers:
+        of_weight.ahead = None
 
 
 def _is_plain(quantizer: ULQFakeQuantize) -> bool:
