@@ -54,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.manual_seed(0)
     train_set, test_set = digits()
     prepared = amct_fx.prepare_qat_amct(make_model(), "batch_num: 2")
-    parallel = DistributedDataParallel(prepared)
-    train(parallel, TensorDataset(*train_set), options.epochs)
+    # Nothing keeps the wrapper, which holds the process group, longer than the training.
+    train(DistributedDataParallel(prepared), TensorDataset(*train_set), options.epochs)
 
     gathered = [torch.empty_like(clips(prepared)) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, clips(prepared))
@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print_table(f"Digits, trained on {len(gathered)} ranks", rows)
         if not equal:
             raise SystemExit(1)
+    dist.barrier()  # no rank leaves while another one still works
     dist.destroy_process_group()
 
 
