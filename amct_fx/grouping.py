@@ -53,8 +53,8 @@ class QuantizerGroups:
         if is_traced():
             return
         self._look_at(model)
+        forget_ahead(self._inputs, self._weight_quantizers())  # of a forward that failed
         if any(map(_runs_hooks, self._parts)):  # they may write to ``.data``, which shows nowhere
-            forget_ahead(self._inputs, self._weight_quantizers())
             return
         compute_ahead(self._inputs)
         if torch.is_grad_enabled():  # else all quantized weights would live at once for nothing

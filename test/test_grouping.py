@@ -172,6 +172,17 @@ def test_a_forward_that_failed_leaves_nothing_behind() -> None:
     assert first(torch.full((1,), 9.0)).item() == pytest.approx(0.5, abs=0.01)
 
 
+def test_a_weight_changed_after_a_forward_that_failed_counts() -> None:
+    together, apart = pair()
+    for model in (together, apart):
+        with pytest.raises(RuntimeError):
+            model(torch.randn(2, 5, 9, 9))
+        model.get_submodule("2").weight.data.mul_(2)
+    x = torch.randn(2, 3, 9, 9)
+    with torch.no_grad():
+        assert torch.equal(together(x), apart(x))
+
+
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -32,7 +32,6 @@ def compute_ahead(quantizers: Iterable[ULQFakeQuantize]) -> None:
     """Give each quantizer that will quantize what its next forward computes with."""
     groups: dict[Hashable, list[ULQFakeQuantize]] = {}
     for quantizer in quantizers:
-        quantizer.ahead = None
         if quantizer.quantizes and _is_plain(quantizer):
             device = quantizer._parameters["clip_max"].device  # type: ignore[union-attr]
             key = (quantizer.num_bits, quantizer.symmetric, device)
@@ -53,7 +52,6 @@ def quantize_ahead(weights: Iterable[tuple[Tensor, ARQFakeQuantize]]) -> None:
     """
     groups: dict[Hashable, list[tuple[Tensor, ARQFakeQuantize]]] = {}
     for weight, quantizer in dict.fromkeys(weights):  # tied layers share both
-        quantizer.ahead = None
         if not quantizer.is_plain:
             continue
         if (known := quantizer.known(weight)) is not None:
@@ -95,7 +93,7 @@ def write_back(
 def forget_ahead(
     quantizers: Iterable[ULQFakeQuantize], weight_quantizers: Iterable[ARQFakeQuantize]
 ) -> None:
-    """Let all compute for themselves, also after a forward that failed."""
+    """Let all compute for themselves."""
     for quantizer in quantizers:
         quantizer.ahead = None
     for of_weight in weight_quantizers:
