@@ -29,6 +29,7 @@ from amct_fx.errors import (
     ConvertError,
     ModelStateError,
     did_you_mean,
+    first_line,
 )
 from amct_fx.graph import kept_python
 from amct_fx.nn.qat import QATLayer
@@ -288,7 +289,7 @@ def _why_unreadable(error: Exception) -> str:
         return "it is empty or cut off"
     if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
         return "it holds Python objects, such as a whole model, not only tensors and plain data"
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return first_line(error)
 
 
 def compare_states(expected: Mapping[str, Any], found: Mapping[str, Any], path: str) -> None:

@@ -40,6 +40,7 @@ __all__ = [
     "RecordError",
     "RecordParseError",
     "did_you_mean",
+    "first_line",
 ]
 
 
@@ -165,6 +166,16 @@ class ConvertError(AmctError, RuntimeError):
 
 class ExportError(AmctError, RuntimeError):
     """A model that a file format cannot hold, or that no exporter can write; names the layer."""
+
+
+def first_line(error: BaseException) -> str:
+    r"""Return what an error says first, or its class where it says nothing.
+
+    Example:
+        >>> first_line(ValueError("wrong\nand much advice")), first_line(EOFError())
+        ('wrong', 'EOFError')
+    """
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def did_you_mean(word: str, choices: Iterable[str], *, count: int = 3) -> str:

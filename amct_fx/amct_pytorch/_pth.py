@@ -19,6 +19,7 @@ from amct_fx.errors import (
     CheckpointError,
     CheckpointKeyError,
     did_you_mean,
+    first_line,
 )
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def _load(pth_file: str) -> Any:
     try:
         return torch.load(pth_file, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling foreign bytes raises many classes
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         message = (
             f"{pth_file} cannot be read as a checkpoint of tensors: {reason}; "
             "save model.state_dict() with torch.save"

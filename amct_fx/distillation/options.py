@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from amct_fx.choices import check_choices
 from amct_fx.distillation.optim import WEIGHT_STEP
-from amct_fx.errors import ArgumentError, ArgumentTypeError
+from amct_fx.errors import ArgumentError, ArgumentTypeError, first_line
 
 if TYPE_CHECKING:
     from amct_fx.distillation.optim import OptimizerFactory
@@ -159,7 +159,7 @@ def chosen_device(value: object, default: torch.device) -> torch.device:
         device = torch.device(value)
         torch.empty(0, device=device)
     except Exception as error:  # every backend raises its own classes
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         message = (
             f"device {str(value)!r} cannot be used ({reason}); leave it out for {str(default)!r}, "
             "where the student is"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from amct_fx.config.files import replacing
 from amct_fx.distillation.history import History
 from amct_fx.distillation.sync import ranks
-from amct_fx.errors import CheckpointError
+from amct_fx.errors import CheckpointError, first_line
 from amct_fx.observers._base import AmctFakeQuantize
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Checkpoint:
         except Exception as error:  # unpickling foreign bytes raises many classes
             if isinstance(error, OSError) and error.filename is not None:
                 raise
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             message = f"{self._path} cannot be read: {reason}"
             raise CheckpointError(message) from error
         if not isinstance(content, dict) or content.get("amct_fx_distillation") != _FORMAT:
