@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import keyword
 import sys
 import traceback
 from collections import OrderedDict
@@ -206,14 +207,18 @@ class IslandTracer(fx.Tracer):
         """Make a proxy that refuses questions about its type."""
         return GuardedProxy(node, self)
 
-    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Record a node, unless a context manager in the forward changes what it would do."""
+        if kind in ("call_module", "get_attr") and not _can_be_written(target):
+            message = f"the code of a graph cannot hold the name {target!r}"
+            self.note_complaint(message)
+            raise TraceError(message)
         if modes() != self._modes:
             message = _SWITCHES
             self.note_complaint(message)
             raise TraceError(message)
         refuse_special_calls(sys._getframe(1))
-        return super().create_node(*args, **kwargs)
+        return super().create_node(kind, target, *args, **kwargs)
 
     def create_arg(self, a: Any) -> Any:
         """Keep the class of a dict, which fx would make a plain one."""
@@ -327,6 +332,12 @@ class IslandTracer(fx.Tracer):
         for name, proxy in list(self._parameter_cache.items()):
             if proxy.node not in alive:
                 del self._parameter_cache[name]
+
+
+def _can_be_written(path: str) -> bool:
+    """Say whether fx can name a part in code: it writes ``self.a``, or ``getattr(self, "a-b")``."""
+    parts = path.split(".")
+    return not any(keyword.iskeyword(part) or not set('"\\\r\n').isdisjoint(part) for part in parts)
 
 
 def _parts_that_switch_modes(module: nn.Module, tracer: IslandTracer) -> dict[str, Refusal]:

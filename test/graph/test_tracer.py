@@ -349,3 +349,20 @@ def test_what_a_forward_sets_of_a_tensor_is_not_lost(part: type[nn.Module]) -> N
     for region in captured.regions:
         install_graph(region.module, region.graph, region.guard)
     assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("name", ['a"b', "line\nbreak", "back\\nslash", "for"])
+def test_names_that_generated_code_cannot_hold_make_an_island(name: str):
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module(name, nn.Linear(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return getattr(self, name)(x)
+
+    captured = capture(Around(Named()), is_layer)
+    (island,) = captured.islands
+    assert island.name == "inner"
+    assert repr(f"inner.{name}") in island.reason
+    assert captured.island_leaves == [f"inner.{name}"]
