@@ -15,6 +15,7 @@ from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import QuantizedLayer
 from amct_fx.report.layout import Layout, lay_out
 from amct_fx.report.lookup import joined
+from amct_fx.report.table import one_line, shortened
 
 if TYPE_CHECKING:
     from torch import fx, nn
@@ -97,7 +98,7 @@ def graph_view(model: nn.Module) -> GraphView:
         edges += [tuple((x, y + top) for x, y in line) for line in layout.edges]
         width, top = max(width, layout.width), top + layout.height + (1 if name else 0)
     rest = [
-        _Box(_short(name), "layer", name)
+        _Box(_label(name), "layer", name)
         for name, module in model.named_modules()
         if isinstance(module, (QATLayer, QuantizedLayer)) and name not in shown
     ]
@@ -136,19 +137,19 @@ def _boxes(prefix: str, region: nn.Module) -> tuple[list[_Box], list[tuple[int, 
 def _box(node: fx.Node, prefix: str, region: nn.Module, *, joins: bool) -> _Box | None:
     """Return the box of a node, ``None`` for what is part of a line."""
     if node.op == "placeholder":
-        return _Box(node.name, "input", "") if node.users else None
+        return _Box(_label(node.name), "input", "") if node.users else None
     if node.op == "output":
         return _Box("output", "output", "")
     module = module_of(node, region)
     target = str(node.target)
     if isinstance(module, (QATLayer, QuantizedLayer)):
-        return _Box(_short(target), "layer", joined(prefix, target))
+        return _Box(_label(target), "layer", joined(prefix, target))
     if module is not None and is_layer(module):
-        return _Box(_short(target), "float", joined(prefix, target))
+        return _Box(_label(target), "float", joined(prefix, target))
     if module is not None and any(map(_holds_weight, module.modules())):
-        return _Box(_short(target), "island", "")
+        return _Box(_label(target), "island", "")
     if joins:
-        return _Box(node.name.rstrip("_0123456789") or node.name, "join", "")
+        return _Box(_label(node.name.rstrip("_0123456789") or node.name), "join", "")
     return None
 
 
@@ -156,6 +157,6 @@ def _holds_weight(module: nn.Module) -> bool:
     return is_layer(module) or isinstance(module, (QATLayer, QuantizedLayer))
 
 
-def _short(name: str, length: int = 22) -> str:
-    """Return the end of a long name."""
-    return name if len(name) <= length else f"…{name[1 - length :]}"
+def _label(name: str) -> str:
+    """Return what fits into a box."""
+    return shortened(one_line(name), 20)

@@ -111,6 +111,7 @@ def page_data(
     data = {
         "layers": layers,
         "islands": [str(island) for island in summary.islands],
+        "quantized": summary.quantized,
         "totals": summary.totals,
         "history": None if recorder is None else asdict(history_of(recorder)),
         "prune_plan": None if plan is None else prune_picture(plan),

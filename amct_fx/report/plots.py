@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from amct_fx.config.files import replacing
 from amct_fx.report.prune_picture import prune_picture
 from amct_fx.report.recorder import history_of
-from amct_fx.report.table import optional
+from amct_fx.report.table import one_line, optional, shortened
 
 if TYPE_CHECKING:
     import os
@@ -85,43 +85,49 @@ def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tup
 
 def _plain_text(text: str) -> str:
     """Return text that matplotlib does not read as a formula."""
-    return text.replace("$", r"\$")
+    return one_line(text).replace("$", r"\$")
 
 
-def _bar_chart(axis: Any, names: list[str], values: list[float], *, label: str) -> None:
+def _label(name: str) -> str:
+    """Return the name of a layer for the margin, which must leave room for the picture."""
+    return _plain_text(shortened(name, 40))
+
+
+def _bar_charts(names: list[str], charts: list[tuple[str, list[float]]], width: float) -> Any:
+    """Draw bars for each layer side by side; the names stand once, at the left."""
+    figure, axes = _figure(width, 1 + 0.22 * len(names), 1, len(charts))
     positions = range(len(names))
-    colours = [_INPUT if value >= 0 else _WEIGHT for value in values]
-    axis.barh(positions, values, color=colours)
-    axis.set_yticks(positions, [_plain_text(name) for name in names], fontsize=8)
-    axis.invert_yaxis()
-    axis.set_xlabel(label)
-    axis.grid(axis="x", alpha=0.3)
-    axis.set_axisbelow(True)
+    for index, (axis, (title, values)) in enumerate(zip(axes, charts, strict=True)):
+        axis.barh(positions, values, color=[_INPUT if v >= 0 else _WEIGHT for v in values])
+        axis.set_yticks(positions, [_label(name) for name in names] if index == 0 else [])
+        axis.tick_params(labelsize=8)
+        axis.set_ylim(len(names) - 0.4, -0.6)
+        axis.set_title(_plain_text(title), fontsize=9)
+        axis.grid(axis="x", alpha=0.3)
+        axis.set_axisbelow(True)
+    return figure
 
 
 def _sqnr(analysis: Analysis) -> Any:
     kinds = (("output", "output"), ("output_alone", "output, alone"), ("weight", "weight"))
-    height = 1 + 0.22 * len(analysis.layers)
-    figure, axes = _figure(12, height, 1, len(kinds))
-    names = [layer.name for layer in analysis.layers]
-    for axis, (key, title) in zip(axes, kinds, strict=True):
+    charts = []
+    for key, title in kinds:
         errors = [getattr(layer, key) for layer in analysis.layers]
         values = [e.sqnr if e is not None and math.isfinite(e.sqnr) else math.nan for e in errors]
-        _bar_chart(axis, names, values, label=f"SQNR of the {title} (dB)")
-    return figure
+        charts.append((f"SQNR of the {title} (dB)", values))
+    return _bar_charts([layer.name for layer in analysis.layers], charts, 12)
 
 
 def _sensitivity(analysis: Analysis) -> Any:
-    height = 1 + 0.22 * len(analysis.layers)
-    figure, axes = _figure(10, height, 1, 2)
     order = [analysis.layer(name) for name in analysis.ranking]
-    names = [layer.name for layer in order]
-    for axis, key, label in zip(
-        axes, ("harm", "gain"), ("harm alone", "gain if float"), strict=True
-    ):
-        values = [getattr(layer.sensitivity, key, math.nan) for layer in order]
-        _bar_chart(axis, names, values, label=f"{label}: {_plain_text(analysis.metric)}")
-    return figure
+    charts = [
+        (
+            f"{title}: {analysis.metric}",
+            [getattr(layer.sensitivity, key, math.nan) for layer in order],
+        )
+        for key, title in (("harm", "harm alone"), ("gain", "gain if float"))
+    ]
+    return _bar_charts([layer.name for layer in order], charts, 10)
 
 
 def _histograms(layers: tuple[LayerAnalysis, ...]) -> Any:
@@ -130,7 +136,7 @@ def _histograms(layers: tuple[LayerAnalysis, ...]) -> Any:
         both = (layer.input_histogram, _INPUT), (layer.weight_histogram, _WEIGHT)
         for axis, (found, colour) in zip(axes[2 * index : 2 * index + 2], both, strict=True):
             _draw_histogram(axis, found, colour)
-        axes[2 * index].set_ylabel(_plain_text(layer.name), rotation=0, ha="right", fontsize=8)
+        axes[2 * index].set_ylabel(_label(layer.name), rotation=0, ha="right", fontsize=8)
     for axis, title in zip(axes[:2], ("input", "weight"), strict=True):
         axis.set_title(title, fontsize=9)
     return figure
@@ -165,7 +171,7 @@ def _clips(history: History) -> Any:
     for axis, name in zip(axes, names, strict=True):
         axis.plot(history.steps, history.clip_max[name], color=_INPUT)
         axis.plot(history.steps, history.clip_min[name], color=_WEIGHT)
-        axis.set_ylabel(_plain_text(name), rotation=0, ha="right", fontsize=8)
+        axis.set_ylabel(_label(name), rotation=0, ha="right", fontsize=8)
         axis.tick_params(labelsize=7)
         axis.grid(alpha=0.3)
     axes[-1].set_xlabel("step")
@@ -218,7 +224,7 @@ def _prune_plan(plan: dict[str, Any]) -> Any:
         axis.broken_barh([(index, 0.9) for index in sorted(kept)], (row - 0.35, 0.7), color=_INPUT)
         edges = {"facecolor": "none", "edgecolor": "#b3261e", "linewidth": 0.6}
         axis.broken_barh([(index, 0.9) for index in cut], (row - 0.35, 0.7), **edges)
-    labels = [_plain_text(", ".join(group["producers"])) for group in groups]
+    labels = [_label(", ".join(group["producers"])) for group in groups]
     axis.set_yticks(range(len(groups)), labels, fontsize=8)
     axis.invert_yaxis()
     axis.set_xlabel("channel; filled ones stay")

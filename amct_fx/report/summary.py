@@ -133,10 +133,14 @@ class Summary:
     plan: PrunePlan | None = field(default=None, repr=False)
 
     @property
+    def quantized(self) -> tuple[int, int]:
+        """How many layers are quantized, of how many that could be by their type."""
+        return sum(row.state != "float" for row in self.rows), len(self.rows)
+
+    @property
     def totals(self) -> str:
         """One line: how many layers are quantized, pruned, left float."""
-        quantized = sum(row.state != "float" for row in self.rows)
-        parts = [f"{quantized} of {len(self.rows)} layers quantized"]
+        parts = ["{} of {} layers quantized".format(*self.quantized)]
         pruned = Counter(row.pruning.pattern for row in self._all if row.pruning is not None)
         parts += [f"{number} pruned ({pattern})" for pattern, number in pruned.items()]
         if self.others:
@@ -187,7 +191,7 @@ class Summary:
         return (*self.rows, *self.others)
 
     def _notes(self) -> Iterable[str]:
-        yield from (f"not traced: {island}" for island in self.islands)
+        yield from (table.one_line(f"not traced: {island}") for island in self.islands)
         yield self.totals
 
     def __rich__(self) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
@@ -68,6 +69,39 @@ def cell(value: Any) -> str:
     return str(value)
 
 
+def one_line(text: str) -> str:
+    r"""Return text with its control characters written out: names may hold any.
+
+    Example:
+        >>> print(one_line("a\tb\u202e"))
+        a\tb\u202e
+    """
+    return "".join(
+        sign.encode("unicode_escape").decode() if unicodedata.category(sign)[0] == "C" else sign
+        for sign in text
+    )
+
+
+def shortened(text: str, length: int) -> str:
+    """Return the end of a long name, which tells layers apart; from a dot on if one is near.
+
+    Example:
+        >>> shortened("model.encoder.layers.11.fc", 16)
+        '…layers.11.fc'
+    """
+    if len(text) <= length:
+        return text
+    end = text[1 - length :]
+    _, _, whole = end.partition(".")
+    return f"…{whole if 2 * len(whole) > length else end}"
+
+
+def _width(text: str) -> int:
+    """Return how many columns a terminal takes: two for most East Asian signs."""
+    wide = sum(unicodedata.east_asian_width(sign) in "WF" for sign in text)
+    return len(text) + wide - sum(map(bool, map(unicodedata.combining, text)))
+
+
 def plain(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     r"""Return the lines of an aligned table.
 
@@ -77,10 +111,12 @@ def plain(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         conv  8
         a
     """
-    table = [tuple(header), *map(tuple, rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    table = [tuple(header), *(tuple(map(one_line, row)) for row in rows)]
+    widths = [max(map(_width, column)) for column in zip(*table, strict=True)]
     return [
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        "  ".join(
+            text + " " * (width - _width(text)) for text, width in zip(row, widths, strict=True)
+        ).rstrip()
         for row in table
     ]
 
@@ -146,7 +182,7 @@ def rich_table(header: Sequence[str], rows: Rows, *, note: str) -> Any:
     for index, name in enumerate(header):
         table.add_column(name, overflow="fold", style="bold" if index == 0 else None)
     for row in rows:
-        table.add_row(*map(rich_text, row))
+        table.add_row(*(rich_text(one_line(text)) for text in row))
     return table
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -198,3 +199,13 @@ def hide(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
         return real(name, package)
 
     monkeypatch.setattr(importlib, "import_module", without)
+
+
+def test_a_name_takes_one_line_whatever_signs_it_has() -> None:
+    names = ("two\nlines", "\u202eright to left", "宽度")
+    model = nn.Sequential(OrderedDict((name, nn.Linear(2, 2)) for name in names))
+    text = str(summarize(prepare_qat_amct(model)))
+    rows = text.splitlines()[1:4]
+    assert [row.split("  ")[0] for row in rows] == [r"two\nlines", r"\u202eright to left", "宽度"]
+    columns = {row.index("Linear") + row.count("宽") + row.count("度") for row in rows}
+    assert len(columns) == 1

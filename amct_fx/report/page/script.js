@@ -32,7 +32,15 @@
     if (typeof value === "string") return value;
     if (Number.isInteger(value)) return String(value);
     const size = Math.abs(value);
-    return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : String(+value.toPrecision(digits));
+    return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(Math.max(2, digits - 2)) : String(+value.toPrecision(digits));
+  }
+  /* A name that may be broken behind its dots and underscores. */
+  function breakable(name) {
+    return name.split(/(?<=[._])/).flatMap((piece, index) => (index ? [element("wbr"), piece] : [piece]));
+  }
+  /* A part that scrolls by itself, also with the arrow keys. */
+  function scroller(kind, label, ...children) {
+    return element("div", { class: kind, tabindex: 0, role: "region", "aria-label": label }, ...children);
   }
   const percent = (value) => (value === null || value === undefined ? "" : (100 * value).toFixed(value > 0 && value < 0.0005 ? 4 : 2) + " %");
   const decibel = (value) => (typeof value === "number" ? value.toFixed(1) : value || "");
@@ -82,7 +90,7 @@
       if (data.metric.output) add(decibel(data.metric.output.sqnr) + " dB", "SQNR of the output");
       add(number(data.metric.samples), "samples in " + data.metric.batches + (data.metric.batches === 1 ? " batch" : " batches"));
     }
-    add(data.layers.filter((layer) => layer.state !== "float").length + " of " + data.layers.length, "layers quantized");
+    add(data.quantized.join(" of "), "layers quantized");
     part.append(tiles);
     if (data.totals.includes(",")) part.append(element("p", {}, data.totals));
     for (const note of data.notes) part.append(element("p", {}, "Note: " + note));
@@ -103,9 +111,16 @@
       ["output_sqnr", "Output dB", "number", decibel], ["output_alone_sqnr", "Alone dB", "number", decibel],
       ["output_cosine", "Cosine", "number", (value) => (typeof value === "number" ? value.toFixed(5) : "")],
       ["input_saturated", "Saturated", "number", percent], ["input_unused_codes", "Unused codes", "number", number],
-      ["dead", "Dead channels", "short"], ["input_text", "Input quantizer", "short"], ["weight_text", "Weight", "short"],
-      ["pruning_text", "Pruning", "short"], ["reason", "Why float", "text"],
+      ["dead", "Dead channels", "text"], ["input_text", "Input quantizer", "text"], ["weight_text", "Weight", "short"],
+      ["pruning_text", "Pruning", "text"], ["reason", "Why float", "text"],
     ].filter(([key], index) => index === 0 || data.layers.some((layer) => layer[key] !== null && layer[key] !== undefined && layer[key] !== ""));
+    const hints = {
+      harm: "what the metric loses if only this layer is quantized", gain: "what the metric wins back if only this layer stays float",
+      input_sqnr: "quantized input against the float model", weight_sqnr: "quantized weight against its own float values",
+      output_sqnr: "output in the quantized model against the float model", output_alone_sqnr: "output if only this layer is quantized",
+      output_cosine: "angle between the outputs, 1 if they are equal", input_saturated: "share of the input that is clipped",
+      input_unused_codes: "integer codes of the input that never occur", dead: "channels whose codes are all 0",
+    };
     const filter = element("input", { type: "search", id: "filter", placeholder: "Filter by name, type, reason …", "aria-label": "Filter layers" });
     const types = [...new Set(data.layers.map((layer) => layer.type))].sort();
     const choice = element("select", { id: "type", "aria-label": "Type" }, element("option", { value: "" }, "all types"), ...types.map((type) => element("option", { value: type }, type)));
@@ -117,7 +132,7 @@
     const rows = data.layers.map((layer, index) => row(layer, index, columns));
     let sorted = { key: null, down: true };
     for (const [key, title, kind] of columns) {
-      const button = element("button", { type: "button" }, title);
+      const button = element("button", { type: "button", title: hints[key] }, title);
       const cell = element("th", { scope: "col", "data-key": key, class: kind === "number" ? "number" : null, "aria-sort": "none" }, button);
       button.addEventListener("click", () => {
         sorted = { key, down: sorted.key === key ? !sorted.down : kind === "number" && !key.endsWith("sqnr") && key !== "output_cosine" };
@@ -154,7 +169,7 @@
     filter.addEventListener("input", draw);
     choice.addEventListener("change", draw);
     states.addEventListener("change", draw);
-    part.append(element("div", { class: "scroll" }, element("table", {}, element("thead", {}, head), body)));
+    part.append(scroller("scroll", "Table of the layers", element("table", { "aria-label": "Layers" }, element("thead", {}, head), body)));
     setTimeout(draw);
   }
   function row(layer, index, columns) {
@@ -164,7 +179,7 @@
       if (key === "harm" && text !== "") {
         const level = heat(layer);
         cell.append(element("span", { class: "level", style: `background:var(--heat${level});color:var(--heatink${level})` }, text));
-      } else cell.append(text);
+      } else cell.append(...(kind === "name" ? breakable(text) : [text]));
       return cell;
     });
     const made = element("tr", { class: layer.state === "float" ? "float" : null, "data-layer": layer.layer }, ...cells);
@@ -193,7 +208,7 @@
     ].filter(([key]) => data.layers.some((layer) => typeof layer[key] === "number"));
     if (!kinds.length) return;
     const part = section("bars", "Accuracy by layer", "The layers of the table, in its order.");
-    const tools = element("div", { class: "tools", role: "group" });
+    const tools = element("div", { class: "tools", role: "group", "aria-label": "Figure to show" });
     const text = element("p");
     const chart = element("div", { class: "bars" });
     let current = kinds[0];
@@ -214,7 +229,7 @@
         const share = (100 * Math.abs(layer[key])) / most;
         const bar = element("div", { class: "bar" + (layer[key] < 0 ? " negative" : ""), style: `width:${share}%` });
         return [
-          element("div", { class: "label", title: layer.layer }, layer.layer),
+          element("div", { class: "label", title: layer.layer }, element("bdi", {}, layer.layer)),
           element("div", { class: "track", title: layer.layer + ": " + form(layer[key]) }, bar),
           element("div", { class: "value" }, form(layer[key])),
         ];
@@ -240,7 +255,7 @@
     part.append(many);
   }
   function figure(layer) {
-    const made = element("figure", { "data-figure": layer.layer }, element("h3", {}, layer.layer));
+    const made = element("figure", { "data-figure": layer.layer }, element("h3", {}, ...breakable(layer.layer)));
     for (const kind of ["input", "weight"]) {
       if (!layer[kind + "_histogram"]) continue;
       const unused = layer[kind + "_unused_codes"];
@@ -267,12 +282,16 @@
     });
     const made = shape("svg", { viewBox: `0 0 ${width} ${height + foot}`, role: "img", "aria-label": kind + " values" },
       shape("line", { class: "axis", x1: 0, x2: width, y1: height, y2: height }), shape("path", { class: kind, d: path }));
-    const ends = [[found.clip_min, "start"], [found.clip_max, "end"]];
-    for (const [clip, anchor] of ends) {
-      if (clip === null) continue;
-      const at = x(clip);
-      made.append(shape("line", { class: "clip", x1: at, x2: at, y1: 0, y2: height }));
-      made.append(shape("text", { x: Math.min(Math.max(at, 2), width - 2), y: height + 11, "text-anchor": anchor }, number(clip, 3)));
+    if (found.clip_min === null) return made;
+    const [first, last] = [x(found.clip_min), x(found.clip_max)];
+    for (const at of [first, last]) made.append(shape("line", { class: "clip", x1: at, x2: at, y1: 0, y2: height }));
+    const label = (at, anchor, text) => made.append(shape("text", { x: Math.min(Math.max(at, 2), width - 2), y: height + 11, "text-anchor": anchor }, text));
+    if (last - first > 110) {
+      label(first, "start", number(found.clip_min, 3));
+      label(last, "end", number(found.clip_max, 3));
+    } else {  /* values far outside of the clips leave no room for two labels */
+      const middle = (first + last) / 2;
+      label(middle, middle < 60 ? "start" : middle > width - 60 ? "end" : "middle", number(found.clip_min, 3) + " … " + number(found.clip_max, 3));
     }
     return made;
   }
@@ -289,22 +308,27 @@
       shape("path", { class: kind, d: path, opacity: 0.65 }), shape("line", { class: "axis", x1: 0, x2: width, y1: height, y2: height }));
   }
 
-  /* Lines over the steps of a training. */
-  function lines(series, label) {
+  /* Lines over the steps of a training; what varies by less than `least` is drawn flat. */
+  function lines(series, label, least = 0) {
     const [width, height, left, foot] = [420, 150, 56, 18];
     const points = series.flatMap(({ x, y }) => x.map((at, index) => [at, y[index]])).filter(([, y]) => Number.isFinite(y));
     if (!points.length) return element("p", { class: "empty" }, "nothing recorded");
     const bounds = (values) => [Math.min(...values), Math.max(...values)];
     const [first, last] = bounds(points.map(([x]) => x));
     let [low, high] = bounds(points.map(([, y]) => y));
-    if (low === high) { low -= 0.5; high += 0.5; }
+    const room = Math.max(least, 1e-6 * Math.max(Math.abs(low), Math.abs(high))) || 1;
+    if (high - low < room) {
+      const middle = (low + high) / 2;
+      [low, high] = [middle - room / 2, middle + room / 2];
+    }
+    const digits = Math.ceil(Math.log10(Math.max(Math.abs(low), Math.abs(high)) / (high - low))) + 2;
     const px = (x) => left + ((x - first) / (last - first || 1)) * (width - left - 6);
     const py = (y) => 6 + (1 - (y - low) / (high - low)) * (height - 12);
     const made = shape("svg", { viewBox: `0 0 ${width} ${height + foot}`, role: "img", "aria-label": label });
     for (const share of [0, 0.5, 1]) {
       const y = low + share * (high - low);
       made.append(shape("line", { class: "grid", x1: left, x2: width, y1: py(y), y2: py(y) }),
-        shape("text", { class: "faint", x: left - 6, y: py(y) + 4, "text-anchor": "end" }, number(y, 3)));
+        shape("text", { class: "faint", x: left - 6, y: py(y) + 4, "text-anchor": "end" }, number(y, Math.max(3, digits))));
     }
     made.append(shape("text", { class: "faint", x: left, y: height + 12 }, "step " + first),
       shape("text", { class: "faint", x: width, y: height + 12, "text-anchor": "end" }, String(last)));
@@ -326,8 +350,9 @@
     const place = element("div", { class: "many wide", id: "clip-lines" });
     const draw = () => {
       const name = choice.value;
+      const most = Math.max(...[...found.clip_max[name], ...found.clip_min[name]].map((clip) => Math.abs(clip ?? 0)));
       place.replaceChildren(...[["upper clip", found.clip_max], ["lower clip", found.clip_min]].map(([title, clips]) =>
-        element("figure", {}, element("h3", {}, `${title} of ${name}`), lines([{ x: found.steps, y: clips[name] }], `${title} of ${name}`))));
+        element("figure", {}, element("h3", {}, `${title} of ${name}`), lines([{ x: found.steps, y: clips[name] }], `${title} of ${name}`, 1e-3 * most))));
     };
     choice.addEventListener("change", draw);
     part.append(scalars, element("div", { class: "tools" }, choice), place);
@@ -353,7 +378,7 @@
         element("figcaption", {}, [group.consumers.length ? "read by " + group.consumers.join(", ") : "", group.note].filter(Boolean).join("; "))));
     }
     if (!plan.pinned.length) return;
-    part.append(element("h3", {}, "Not pruned"), element("div", { class: "scroll" }, element("table", {},
+    part.append(element("h3", {}, "Not pruned"), scroller("scroll", "Layers that are not pruned", element("table", {},
       element("thead", {}, element("tr", {}, ...["Layer", "Code", "Why"].map((title) => element("th", { scope: "col" }, title)))),
       element("tbody", {}, ...plan.pinned.map((item) => element("tr", {}, ...[item.name, item.code, item.text].map((text) => element("td", {}, text))))))));
   }
@@ -368,7 +393,7 @@
     const x = (value) => 10 + (value + 0.5) * wide;
     const y = (value) => 10 + (value + 0.5) * high;
     const layers = new Map(data.layers.map((layer) => [layer.layer, layer]));
-    const made = shape("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "network" });
+    const made = shape("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": "Network" });
     for (const line of view.edges) {
       let path = `M${x(line[0][0])} ${y(line[0][1])}`;
       for (let index = 1; index < line.length; index++) {
@@ -385,15 +410,14 @@
       const style = level === null ? null : `fill:var(--heat${level})`;
       const ink = level === null ? null : `fill:var(--heatink${level})`;
       const round = node.kind === "join" ? 14 : 5;
-      const text = node.label.length > 21 ? node.label.slice(0, 20) + "…" : node.label;
       const hint = layer ? `${layer.layer} (${layer.type})` + (layer.reason ? ": " + layer.reason : "") + (typeof layer.harm === "number" ? `, harm ${number(layer.harm)}` : "") : node.label;
       const group = shape("g", { transform: `translate(${x(node.x)} ${y(node.y)})`, class: layer ? "pick" : null, tabindex: layer ? 0 : null, role: layer ? "button" : null, "data-node": node.layer || null },
         shape("title", {}, hint),
         shape("rect", { class: "node " + node.kind, style, x: -box[0] / 2, y: -box[1] / 2, width: box[0], height: box[1], rx: round }),
-        shape("text", { style: ink, "text-anchor": "middle", y: 4 }, text));
+        shape("text", { style: ink, "text-anchor": "middle", y: 4 }, node.label));
       if (layer) {
         group.addEventListener("click", () => mark(node.layer));
-        group.addEventListener("keydown", (event) => { if (event.key === "Enter") mark(node.layer); });
+        group.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); mark(node.layer); } });
       }
       made.append(group);
     }
@@ -401,6 +425,8 @@
     for (let level = 0; level <= 5; level++) scale.append(element("i", { style: `background:var(--heat${level})` }));
     scale.append(" most");
     const legend = element("div", { class: "legend" }, scale, element("span", {}, "dashed: stays float"));
-    part.append(legend, element("div", { class: "graph" }, made));
+    const frame = scroller("graph", "Picture of the network", made);
+    part.append(legend, frame);
+    frame.scrollLeft = (frame.scrollWidth - frame.clientWidth) / 2;
   }
 })();
