@@ -18,6 +18,7 @@ from amct_fx.backend_config import (
 )
 from amct_fx.choices import check_choices
 from amct_fx.graph import Capture, FixedMinRule, capture, lift_functional_layers
+from amct_fx.graph.guards import constants_removed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -96,15 +97,16 @@ def discovered(
     given = example_inputs is not None
     calls = recorded_run(model, example_inputs) if given else None
     unbatched = frozenset() if calls is None else unbatched_in(model, calls)
-    captured = capture(
-        model,
-        is_layer,
-        example_inputs=example_inputs,
-        strict=strict,
-        functional=options.functional,
-        calls=calls,
-    )
     with ExitStack() as undo:
+        undo.enter_context(constants_removed(model))
+        captured = capture(
+            model,
+            is_layer,
+            example_inputs=example_inputs,
+            strict=strict,
+            functional=options.functional,
+            calls=calls,
+        )
         for region in captured.regions if options.functional else ():
             for name in lift_functional_layers(region):
                 undo.callback(delattr, region.module, name)

@@ -22,7 +22,7 @@ from amct_fx.prune.masked_norms import attach_norm_masks, fold_norm_masks
 from amct_fx.prune.masks import attach_filter_masks, attach_m4n2, fold_masks
 from amct_fx.prune.parametrization import input_axis
 from amct_fx.prune.plan import PrunePlan
-from amct_fx.prune.planning import Analysis, follow_channels
+from amct_fx.prune.planning import Analysis, follow_channels, not_traced
 from amct_fx.prune.record import PruneRecord, plan_from_record, set_m4n2_masks
 from amct_fx.prune.remove import check_fit, kept_values, remove_channels
 from amct_fx.report.preparation import preparation_of, record_removal
@@ -86,6 +86,7 @@ def plan_pruning(
     if not any(isinstance(setting, FilterPruneConfig) for setting in settings.values()):
         return None
     others = {name: text for name, text in (reasons or {}).items() if name not in settings}
+    others |= not_traced(captured, settings)
     analysis = follow_channels(
         model, captured.regions, settings, example_inputs, options, others, captured.facts
     )

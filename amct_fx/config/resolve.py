@@ -68,6 +68,7 @@ def resolve(
     resolver = _Resolver(config, lookup, quantize, prune, rules)
     specs = [resolver.spec(layer) for layer in eligible]
     resolver.warn()
+    others = [layer for layer in facts.layers if prune and layer not in eligible]
     specs = _decide_channel_wise(specs, linear_channel_wise=linear_channel_wise)
     _check_pairs(specs, rules)
     _check_something_left(config, specs, quantize=quantize, prune=prune)
@@ -80,6 +81,7 @@ def resolve(
         batch_num=config.batch_num,
         fakequant_precision_mode=config.fakequant_precision_mode,
         layers={spec.name: spec for spec in specs},
+        never_pruned={layer.name: why for layer in others if (why := resolver.never_pruned(layer))},
     )
 
 
@@ -119,6 +121,10 @@ class _Resolver:
             weight_origin=weight_origin,
             prune_origin=prune_origin,
         )
+
+    def never_pruned(self, layer: LayerFacts) -> str | None:
+        """Return why a layer that can never be pruned is not; ``None``: no setting reaches it."""
+        return self._prune(layer, self.lookup.overrides(layer))[2]
 
     def warn(self) -> None:
         """Issue one warning for each kind of surprise."""

@@ -198,6 +198,7 @@ class Resolution:
         fakequant_precision_mode: ``"FORCE_FP16_QUANT"`` or ``None``.
         layers: One spec per layer that can be quantized, or pruned where pruning is on, in
             ``named_modules()`` order.
+        never_pruned: Why pruning does not reach the other layers that it is set for, by name.
     """
 
     quantize: bool
@@ -205,6 +206,7 @@ class Resolution:
     batch_num: int
     fakequant_precision_mode: str | None
     layers: Mapping[str, LayerSpec]
+    never_pruned: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def prune_settings(self) -> dict[str, PruneConfig]:
@@ -216,4 +218,5 @@ class Resolution:
     def prune_reasons(self) -> dict[str, str]:
         """Why the settings of pruning do not reach other layers, by name."""
         specs = self.layers.values()
-        return {spec.name: spec.prune_reason for spec in specs if spec.prune_reason}
+        found = {spec.name: spec.prune_reason for spec in specs if spec.prune_reason}
+        return found | dict(self.never_pruned)

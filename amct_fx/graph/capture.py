@@ -91,6 +91,16 @@ class Capture:
     shared_inputs: list[list[str]] = field(default_factory=list)
     facts: ShapeFacts | None = None
 
+    def why_not_traced(self, name: str) -> str | None:
+        """Say which part that stays Python a layer is in, and why; ``None`` if it is in none."""
+        around = [
+            part for part in self.islands if name.startswith(f"{part.name}." * bool(part.name))
+        ]
+        if not around:
+            return None
+        inner = max(around, key=lambda part: len(part.name))
+        return f"{inner.name or 'the model'} is not traced: {inner.reason}"
+
 
 def capture(
     model: nn.Module,

@@ -36,6 +36,7 @@ __all__ = [
     "GuardedProxy",
     "State",
     "Unregistered",
+    "constants_removed",
     "modes",
     "original_class",
     "refuse_special_calls",
@@ -258,6 +259,22 @@ def _restore_content(value: Any, content: Any) -> None:
     elif isinstance(content, tuple) and value._version != content[0]:
         with torch.no_grad():
             value.copy_(content[1])
+
+
+@contextmanager
+def constants_removed(model: nn.Module) -> Iterator[None]:
+    """Take away the constant tensors that tracing in the block left at modules of ``model``."""
+    before = {module: _constants(module) for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, known in before.items():
+            for name in _constants(module) - known:
+                delattr(module, name)
+
+
+def _constants(module: nn.Module) -> set[str]:
+    return {name for name in vars(module) if name.startswith(_CONSTANT)}
 
 
 @contextmanager

@@ -145,7 +145,7 @@ def _terms(
             member.key: member.shape
             for group in plan.groups
             for member in group.members
-            if member.role in ("row", "column", "attached") and "running_" not in member.parameter
+            if member.role in ("row", "column", "attached") and not member.buffer
         }
         changing = sum(math.prod(shape) for shape in shapes.values())
         return [_Term(1, key, shape) for key, shape in shapes.items()], plan.parameters - changing

@@ -42,6 +42,7 @@ class Member:
             grouped convolution has indices of its own for every group, those of all groups follow
             each other.
         groups: Groups of such a convolution, else 1.
+        buffer: The tensor is a buffer, which counts as no parameter.
     """
 
     layer: str
@@ -51,6 +52,7 @@ class Member:
     shape: tuple[int, ...]
     positions: tuple[tuple[int, ...], ...]
     groups: int = 1
+    buffer: bool = False
 
     @property
     def key(self) -> str:

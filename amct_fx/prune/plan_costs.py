@@ -48,7 +48,7 @@ def parameters_gone(plan: PrunePlan, sizes: Sizes) -> int:
         member.key: member.shape
         for group in plan.groups
         for member in group.members
-        if member.role in ("row", "column", "attached") and "running_" not in member.parameter
+        if member.role in ("row", "column", "attached") and not member.buffer
     }
     gone = 0
     for key, shape in shapes.items():

@@ -71,6 +71,7 @@ def _member_from_json(content: dict[str, Any]) -> Member:
     else:
         positions = tuple(tuple(item) for item in content.pop("positions"))
     content["shape"] = tuple(content["shape"])
+    content.setdefault("buffer", content["parameter"].startswith("running_"))  # of older plans
     return Member(**content, positions=positions)
 
 

@@ -5,16 +5,18 @@ Source: spec/pruning.md sections 3, 4 and 7.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import nn
 
 from amct_fx.checks import check_float_model
 from amct_fx.config import CompressionConfig, FilterPruneConfig, load_config, resolve
 from amct_fx.config.schema import Source
 from amct_fx.discovery import PrepareOptions, discovered
+from amct_fx.graph.guards import constants_removed
 from amct_fx.graph.shapes import propagate_shapes
 from amct_fx.nn.parametrized import still_parametrizations
 from amct_fx.prune.channels.analysis import analyze, settle_groups
@@ -28,11 +30,11 @@ from amct_fx.prune.plan import Member, PinnedLayer, PruneGroup, PrunePlan
 if TYPE_CHECKING:
     import os
 
-    from torch import Tensor, nn
+    from torch import Tensor
     from typing_extensions import Unpack
 
     from amct_fx.config import PruneConfig
-    from amct_fx.graph.capture import Region
+    from amct_fx.graph.capture import Capture, Region
     from amct_fx.graph.shapes import ShapeFacts
     from amct_fx.prune.channels.atoms import Indices
     from amct_fx.prune.channels.sites import Site
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from amct_fx.prune.channels.units import Group
     from amct_fx.prune.channels.walk import Walk
 
-__all__ = ["Analysis", "follow_channels", "plan_channels", "prune_plan"]
+__all__ = ["Analysis", "follow_channels", "not_traced", "plan_channels", "prune_plan"]
 
 
 def plan_channels(
@@ -61,7 +63,8 @@ def plan_channels(
         example_inputs: A tensor, a tuple of arguments, or a dict of them by name. Without it
             usual shapes are tried.
         options: The mode and its details.
-        reasons: Why settings do not reach other layers, by name, for the report.
+        reasons: Why settings do not reach other layers, or a layer is not traced, by name, for the
+            report.
         facts: The shapes that ``example_inputs`` showed, if they are known.
 
     Returns:
@@ -106,17 +109,22 @@ def follow_channels(
         facts = propagate_shapes(model, regions, example_inputs)
     walk = analyze(model, regions, settings, options, facts)
     groups, state = settle_groups(walk)
-    plan = build_plan(walk, groups, state, example_specs(example_inputs))
+    plan = build_plan(walk, groups, state, example_specs(example_inputs), reasons or {})
+    loses = _losing(plan.groups)
     unreached = tuple(
         PinnedLayer(name, "", "not_enabled", text)
         for name, text in (reasons or {}).items()
-        if name not in _losing(plan.groups)
+        if name not in loses and name not in settings
     )
     return Analysis(replace(plan, pinned=plan.pinned + unreached), walk, state)
 
 
 def build_plan(
-    walk: Walk, groups: Sequence[Group], state: Replay, inputs: tuple[Any, ...]
+    walk: Walk,
+    groups: Sequence[Group],
+    state: Replay,
+    inputs: tuple[Any, ...],
+    reasons: Mapping[str, str],
 ) -> PrunePlan:
     """Write the result of an analysis down as plain data."""
     members = _members(walk, groups)
@@ -146,7 +154,7 @@ def build_plan(
     before = sum(parameter.numel() for parameter in walk.model.parameters())
     plan = PrunePlan(
         groups=listed,
-        pinned=_pinned(walk, listed),
+        pinned=_pinned(walk, listed, reasons),
         costs=layer_costs(walk, state),
         parameters=before,
         parameters_after=before,
@@ -217,8 +225,10 @@ def _by_unit(units: Indices, places: Indices, count: int) -> tuple[tuple[int, ..
 
 
 def _site_member(walk: Walk, site: Site, positions: tuple[tuple[int, ...], ...]) -> Member:
-    shape = tuple(walk.tensor(site).shape)
-    return Member(site.layer, site.tensor, site.axis, site.role, shape, positions, site.groups)
+    tensor = walk.tensor(site)
+    buffer = not isinstance(tensor, nn.Parameter)
+    place = site.layer, site.tensor, site.axis, site.role
+    return Member(*place, tuple(tensor.shape), positions, site.groups, buffer)
 
 
 def _consumers(members: Sequence[Member]) -> tuple[str, ...]:
@@ -226,11 +236,13 @@ def _consumers(members: Sequence[Member]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(member.layer or member.parameter for member in columns))
 
 
-def _pinned(walk: Walk, groups: Sequence[PruneGroup]) -> tuple[PinnedLayer, ...]:
+def _pinned(
+    walk: Walk, groups: Sequence[PruneGroup], reasons: Mapping[str, str]
+) -> tuple[PinnedLayer, ...]:
     """Return every enabled layer without a unit, with the reason."""
     loses = _losing(groups)
     return tuple(
-        _why_pinned(walk, name)
+        _why_pinned(walk, name, reasons)
         for name, setting in walk.settings.items()
         if isinstance(setting, FilterPruneConfig) and name not in loses
     )
@@ -243,18 +255,18 @@ def _losing(groups: Sequence[PruneGroup]) -> set[str]:
     return loses | {name for group in groups for name in group.producers}
 
 
-def _why_pinned(walk: Walk, name: str) -> PinnedLayer:
+def _why_pinned(walk: Walk, name: str, reasons: Mapping[str, str]) -> PinnedLayer:
     node = walk.calls.get(name)
     if node is None:
-        text = "it is called in no traced part of the model"
+        text = reasons.get(name, "it is called in no traced part of the model")
         return PinnedLayer(name, "", "unknown_op", text)
     pin = walk.fixed.get(node)
     if name in walk.producers:
         weight, axis, _ = walk.producers[name]
         atoms = walk.rows_of(weight, axis)
         known = [] if atoms is None else [a for a in atoms.flatten().tolist() if a >= 0]
-        reasons = (walk.atoms.pin_of(atom) for atom in known)
-        pin = next((reason for reason in reasons if reason is not None), pin)
+        pins = (walk.atoms.pin_of(atom) for atom in known)
+        pin = next((found for found in pins if found is not None), pin)
     if pin is None:
         return PinnedLayer(
             name, node.name, "coupled_to_skipped", "its channels follow another layer"
@@ -303,12 +315,19 @@ def prune_plan(
         message = "the configuration does not prune: it has no prune_config"
         raise Source(config.file).error(message)
     with (
+        constants_removed(model),
         discovered(model, PrepareOptions(), example_inputs, prune_mode=chosen.mode) as found,
         still_parametrizations(model),
     ):
         resolution = resolve(config, found.facts)
-        regions, settings = found.captured.regions, resolution.prune_settings
-        reasons = resolution.prune_reasons
+        captured, settings = found.captured, resolution.prune_settings
+        reasons = resolution.prune_reasons | not_traced(captured, settings)
         return plan_channels(
-            model, regions, settings, example_inputs, chosen, reasons, found.captured.facts
+            model, captured.regions, settings, example_inputs, chosen, reasons, captured.facts
         )
+
+
+def not_traced(captured: Capture, names: Iterable[str]) -> dict[str, str]:
+    """Say why layers are in parts that stay Python, by name; those of traced parts are absent."""
+    found = {name: captured.why_not_traced(name) for name in names}
+    return {name: text for name, text in found.items() if text is not None}

@@ -53,7 +53,7 @@ def remove_channels(
         model: The model that the plan was made for, float or prepared.
         plan: What to cut.
         traced: The traced parts of a model that does not run its graphs yet.
-        install: Let parts whose graph changed run it.
+        install: Let the parts run their graphs, which know of the new sizes.
         analysis: What the plan comes from, if neither it nor the model has changed since.
 
     Returns:
@@ -82,14 +82,12 @@ def remove_channels(
     for node, (args, kwargs) in state.arguments.items():
         node.args, node.kwargs = args, kwargs
         node.target = state.targets.get(node, node.target)
-    changed = {node.graph for node in state.arguments}
     for region in parts:
         watched = _with_new_values(region, state)
-        own = isinstance(region.module, GraphForward) or region.graph in changed
-        own = own or watched != region.guard.watched
         if kept:
             region.guard = replace(region.guard, exclusive=True, watched=watched)
-        if install and (own or (kept and region.guard.form is not None)):
+        # the user's Python code may ask a layer for sizes that are others now
+        if install and (kept or isinstance(region.module, GraphForward)):
             install_graph(region.module, region.graph, region.guard)
     return kept
 

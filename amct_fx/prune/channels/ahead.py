@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, fx
 
 from amct_fx.prune.channels.atoms import Pin
-from amct_fx.prune.channels.rearrange import Run, same_call, source_of
+from amct_fx.prune.channels.rearrange import Run, same_call
 from amct_fx.prune.channels.space import Space
+from amct_fx.prune.channels.walk import source_of
 
 if TYPE_CHECKING:
     from amct_fx.prune.channels.walk import Walk

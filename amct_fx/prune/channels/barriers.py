@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch.ao.quantization import FakeQuantizeBase
 
-from amct_fx.prune.channels.walk import Walk, float_class
+from amct_fx.prune.channels.walk import Walk, float_class, source_of
 from amct_fx.prune.channels.zeros import kind_of_operation
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def _by_scale(walk: Walk, node: fx.Node) -> bool:
 
 def _is_head(walk: Walk, node: fx.Node) -> bool:
     """Say whether ``node`` flattens the result of a global pool that nothing else reads."""
-    pool = node.args[0] if node.args else node.kwargs.get("input")
+    pool = source_of(node)
     if not isinstance(pool, fx.Node) or kind_of_operation(walk, pool) not in _GLOBAL_POOLS:
         return False
     if not _size_one(walk, pool) or len(pool.users) != 1:
@@ -337,7 +337,7 @@ def _add_barrier(walk: Walk, node: fx.Node) -> str | None:
 
 
 def _concat_barrier(walk: Walk, node: fx.Node) -> str | None:
-    tensors = node.args[0] if node.args else node.kwargs.get("tensors")
+    tensors = source_of(node)
     dim = _second(node, "dim")
     if dim != 1 or not isinstance(tensors, (tuple, list)):
         return "AMCT follows a concatenation only along dim=1"

@@ -13,7 +13,7 @@ from amct_fx.prune.channels.atoms import Pin
 from amct_fx.prune.channels.parameters import follow, is_made_of_parameters
 from amct_fx.prune.channels.space import Space
 from amct_fx.prune.channels.steps import Joined, Misfit, Replay, Step
-from amct_fx.prune.channels.walk import Walk, fixed_atoms
+from amct_fx.prune.channels.walk import Walk, fixed_atoms, source_of
 
 if TYPE_CHECKING:
     from amct_fx.prune.channels.elementwise import Handler
@@ -93,9 +93,8 @@ class _Unsqueezed(Step):
 
 
 def _arguments(node: fx.Node) -> tuple[Any, Any]:
-    tensors = node.args[0] if node.args else node.kwargs.get("tensors")
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis", 0))
-    return tensors, dim
+    return source_of(node), dim
 
 
 def _listed(walk: Walk, tensors: Any) -> tuple[list[Any], list[Space | None] | None, list[Any]]:

@@ -14,7 +14,7 @@ from amct_fx.prune.channels.atoms import Pin
 from amct_fx.prune.channels.parameters import follow, is_made_of_parameters
 from amct_fx.prune.channels.space import Space
 from amct_fx.prune.channels.steps import Joined
-from amct_fx.prune.channels.walk import Walk
+from amct_fx.prune.channels.walk import Walk, source_of
 from amct_fx.prune.channels.zeros import is_singular, stays_zero
 
 __all__ = ["FUNCTIONS", "METHODS", "MODULES", "elementwise", "first_only"]
@@ -77,7 +77,7 @@ def _in_place(walk: Walk, node: fx.Node) -> bool:
 
 def first_only(walk: Walk, node: fx.Node) -> None:
     """Handle a cast: only the elements of the first input matter."""
-    source = node.args[0] if node.args else None
+    source = source_of(node)
     space = walk.space(source)
     if space is None:
         walk.settle(node, None, node.all_input_nodes)

@@ -17,7 +17,14 @@ from amct_fx.prune.channels.parameters import is_made_of_parameters
 from amct_fx.prune.channels.sites import Site, SiteKey
 from amct_fx.prune.channels.space import Record, Space
 from amct_fx.prune.channels.steps import Columns, Rows, SetAttribute, SetGroups, Spread
-from amct_fx.prune.channels.walk import LayerUse, Walk, channel_space, fixed_atoms, is_along
+from amct_fx.prune.channels.walk import (
+    LayerUse,
+    Walk,
+    channel_space,
+    fixed_atoms,
+    is_along,
+    source_of,
+)
 
 if TYPE_CHECKING:
     from amct_fx.prune.channels.elementwise import Handler
@@ -115,9 +122,8 @@ def _module_call(walk: Walk, node: fx.Node, kind: str) -> Call | None:
     ):
         return None
     name = walk.name(node)
-    source = node.args[0] if node.args else node.kwargs.get("input")
     groups = getattr(module, "groups", 1)
-    return Call(node, name, name, kind, source, module.weight, module.bias, groups)
+    return Call(node, name, name, kind, source_of(node), module.weight, module.bias, groups)
 
 
 def conv(walk: Walk, node: fx.Node) -> None:

@@ -22,12 +22,11 @@ from amct_fx.prune.channels.rearrange import (
     is_right,
     rearrange,
     same_call,
-    source_of,
     unchanged,
 )
 from amct_fx.prune.channels.space import Space
 from amct_fx.prune.channels.steps import Joined, Reduced, Replay, Step
-from amct_fx.prune.channels.walk import fixed_atoms
+from amct_fx.prune.channels.walk import fixed_atoms, source_of
 
 if TYPE_CHECKING:
     from amct_fx.prune.channels.walk import Walk
@@ -123,22 +122,19 @@ def _is_packed(walk: Walk, value: Any) -> bool:
 
 def unflatten(walk: Walk, node: fx.Node) -> None:
     """Handle ``unflatten(x, dim, sizes)``."""
-    module: Any
-    if node.op == "call_module":
-        module = walk.module(node)
-        name = walk.name(node)
-        dim, position = module.dim, None
-    else:
-        name, module, position = "", None, 2
-        dim = dense_arguments(walk, node.args[1] if len(node.args) > 1 else node.kwargs.get("dim"))
+    module: Any = walk.module(node)
+    named = {**dict(zip(("dim", "sizes"), node.args[1:], strict=False)), **node.kwargs}
+    if module is not None:
+        named = {"dim": module.dim, "sizes": module.unflattened_size}
+    dim = dense_arguments(walk, named.get("dim"))
     rank = len(walk.shape(source_of(node)) or ())
     count = len(walk.shape(node) or ()) - rank + 1
-    if not isinstance(dim, int) or count < 1 or (position is not None and len(node.args) != 3):
+    if not isinstance(dim, int) or count < 1 or "sizes" not in named:
         walk.pin_inputs(node, "unknown_op", "its sizes are not plain")
         return
     first = dim % rank
     space, shape = walk.space(source_of(node)), walk.shape(source_of(node)) or ()
-    if position is None:  # all calls of the module read one attribute
+    if module is not None:  # all calls of the module read one attribute
         alone = space is not None and space.axes == (first,)
         walk.tie(node, space.atoms.flatten() if space and alone else fixed_atoms(shape[first]))
 
@@ -147,13 +143,13 @@ def unflatten(walk: Walk, node: fx.Node) -> None:
 
     def arguments(state: Replay, sizes: list[Shape]) -> Any:
         wanted = sizes[0][first : first + count]
-        given = _items(module.unflattened_size if position is None else node.args[2])
+        given = _items(named["sizes"])
         if len(given) == count:  # a size that is right follows the inputs
             wanted = _right_sizes(walk, state, given, wanted)
-        if position is None:
-            state.attributes[name, "unflattened_size"] = wanted
+        if module is not None:
+            state.attributes[walk.name(node), "unflattened_size"] = wanted
             return None
-        return (*node.args[:2], wanted), dict(node.kwargs)
+        return (source_of(node), named["dim"], wanted), {}
 
     _rearrange_for_next(walk, node, run, arguments)
 

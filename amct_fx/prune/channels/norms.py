@@ -17,7 +17,7 @@ from amct_fx.prune.channels.sites import Site, SiteKey
 from amct_fx.prune.channels.space import Space
 from amct_fx.prune.channels.statistics import count_kept, count_kept_in_groups, is_mask_aware
 from amct_fx.prune.channels.steps import Attach, Joined, SetGroups
-from amct_fx.prune.channels.walk import Walk, fixed_atoms, is_along
+from amct_fx.prune.channels.walk import Walk, fixed_atoms, is_along, source_of
 
 if TYPE_CHECKING:
     from amct_fx.prune.channels.elementwise import Handler
@@ -34,7 +34,7 @@ def attach(
     block: int = 1,
 ) -> None:
     """Let tensors with one entry for each channel of the first input follow that input."""
-    source: Any = node.args[0] if node.args else node.kwargs.get("input")
+    source = source_of(node)
     keys: list[SiteKey] = []
     for tensor in tensors:
         atoms = fixed_atoms(tensor.shape[0]) if space is None else space.atoms.flatten()
@@ -123,7 +123,7 @@ def group_norm(walk: Walk, node: fx.Node) -> None:
     attach(walk, node, space, tensors, ((name, "num_channels"),))
     if space is not None:
         groups = ((name, "num_groups"),)
-        walk.steps.append(Attach(node, node.args[0], space, (), groups, block))
+        walk.steps.append(Attach(node, source_of(node), space, (), groups, block))
 
 
 def _join_groups(walk: Walk, node: fx.Node, space: Space | None, groups: int) -> None:
@@ -204,7 +204,7 @@ def functional_layer_norm(walk: Walk, node: fx.Node) -> None:
 def _over_last_axes(
     walk: Walk, node: fx.Node, shape: Sequence[int], tensors: list[Tensor] | None
 ) -> None:
-    source: Any = node.args[0] if node.args else node.kwargs.get("input")
+    source = source_of(node)
     space = walk.space(source)
     if space is None:
         _tie_whole(walk, node, shape)
@@ -233,7 +233,7 @@ def _pin_statistics(walk: Walk, node: fx.Node) -> None:
 
 
 def _pass(walk: Walk, node: fx.Node, space: Space) -> None:
-    source: Any = node.args[0] if node.args else node.kwargs.get("input")
+    source = source_of(node)
     out = Space(space.atoms, space.axis, zero=False, records=space.records)
     walk.spaces[node] = out
     walk.steps.append(Joined(node, (source,), out))
@@ -261,7 +261,7 @@ def functional_prelu(walk: Walk, node: fx.Node) -> None:
 def _slopes(
     walk: Walk, node: fx.Node, weight: Tensor, attributes: tuple[tuple[str, str], ...] = ()
 ) -> None:
-    source: Any = node.args[0] if node.args else node.kwargs.get("input")
+    source = source_of(node)
     space = walk.space(source)
     if weight.numel() == 1:
         if space is None:
@@ -281,7 +281,7 @@ def _slopes(
 
 
 def _input_space(walk: Walk, node: fx.Node) -> Space | None:
-    return walk.space(node.args[0] if node.args else node.kwargs.get("input"))
+    return walk.space(source_of(node))
 
 
 def _elsewhere(space: Space | None) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from amct_fx.prune.channels.atoms import Pin
 from amct_fx.prune.channels.sites import Role, Site, SiteKey
 from amct_fx.prune.channels.steps import Misfit, Replay, Step, along_axis
-from amct_fx.prune.channels.walk import Walk, channel_space
+from amct_fx.prune.channels.walk import Walk, channel_space, source_of
 
 if TYPE_CHECKING:
     from amct_fx.prune.channels.space import Space
@@ -210,7 +210,7 @@ def _parameters(walk: Walk, node: fx.Node, axis: int, entries: Tensor) -> list[_
 
 def _before(walk: Walk, node: fx.Node, axis: int) -> tuple[fx.Node, int, Tensor] | None:
     """Return where an axis of a moved tensor comes from: source, axis, and place by place."""
-    from amct_fx.prune.channels.rearrange import same_call, source_of
+    from amct_fx.prune.channels.rearrange import same_call
 
     source, shape = source_of(node), walk.shape(source_of(node))
     if shape is None or not isinstance(source, fx.Node):

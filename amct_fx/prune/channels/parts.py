@@ -18,11 +18,11 @@ from amct_fx.prune.channels.rearrange import (
     is_right,
     rearrange,
     same_call,
-    source_of,
     unchanged,
 )
 from amct_fx.prune.channels.space import Space
 from amct_fx.prune.channels.steps import Reduced, Replay, Step
+from amct_fx.prune.channels.walk import source_of
 
 if TYPE_CHECKING:
     from amct_fx.prune.channels.elementwise import Handler
@@ -267,7 +267,7 @@ def _slice(
         items: The index.
         changed: Returns the arguments for other bounds: of which item, first, and last.
     """
-    source = node.args[0]
+    source = source_of(node)
     space, shape = walk.space(source), walk.shape(source)
     assert space is not None
     assert shape is not None

@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 from amct_fx.prune.channels.atoms import Pin
 from amct_fx.prune.channels.space import Space, compressed
 from amct_fx.prune.channels.steps import Misfit, Replay, Step
+from amct_fx.prune.channels.walk import source_of
 
 if TYPE_CHECKING:
     from amct_fx.prune.channels.walk import Walk
@@ -32,7 +33,6 @@ __all__ = [
     "is_right",
     "rearrange",
     "same_call",
-    "source_of",
     "unchanged",
 ]
 
@@ -249,11 +249,6 @@ def axes_only(walk: Walk, node: fx.Node) -> None:
     rearrange(walk, node, same_call(walk, node), unchanged)
 
 
-def source_of(node: fx.Node) -> Any:
-    """Return the first input of an operation."""
-    return node.args[0] if node.args else node.kwargs.get("input")
-
-
 def dense_arguments(walk: Walk, value: Any) -> Any:
     """Return arguments with the numbers that nodes stand for."""
     return map_arg(value, walk.fact)
@@ -267,7 +262,9 @@ def same_call(walk: Walk, node: fx.Node) -> Run:
     """Return a function that runs the operation of ``node``, whatever the sizes."""
     rest = dense_arguments(walk, tuple(node.args[1:]))
     kwargs = {
-        key: dense_arguments(walk, value) for key, value in node.kwargs.items() if key != "input"
+        key: dense_arguments(walk, value)
+        for key, value in node.kwargs.items()
+        if node.args or value is not source_of(node)
     }
     module = walk.module(node)
 

@@ -69,6 +69,8 @@ def visit(walk: Walk, node: fx.Node) -> None:
     """Let the rule for a node decide about the channels of its inputs."""
     walk.seen[node] = len(walk.seen)
     note_if_made_of_parameters(walk, node, layer=_handler(walk, node) in _LAYERS)
+    if node.op == "call_module":
+        walk.calls.setdefault(walk.name(node), node)
     if node.op == "output":
         name = walk.region(node).name
         what = f"the traced part {name!r}" if name else "the model"
@@ -86,8 +88,6 @@ def visit(walk: Walk, node: fx.Node) -> None:
         barrier = amct_barrier(walk, node)
         if barrier is not None and barrier.whole:
             walk.pin_inputs(node, barrier.code, barrier.text)
-            if node.op == "call_module":
-                walk.calls.setdefault(walk.name(node), node)
             return
         if barrier is not None:
             walk.pin(node, node.all_input_nodes, barrier.code, barrier.text)

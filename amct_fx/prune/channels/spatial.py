@@ -11,6 +11,7 @@ from torch import fx, nn
 from amct_fx.prune.channels.elementwise import Handler, elementwise
 from amct_fx.prune.channels.space import Space
 from amct_fx.prune.channels.steps import Joined, Reduced
+from amct_fx.prune.channels.walk import source_of
 
 if TYPE_CHECKING:
     from amct_fx.prune.channels.walk import Walk
@@ -22,7 +23,7 @@ def over_last(count: int | None, *, zero: bool = True) -> Handler:
     """Return the handler of an operation over the last ``count`` axes; ``None``: all but two."""
 
     def handle(walk: Walk, node: fx.Node) -> None:
-        rank = len(walk.shape(_source(node)) or ())
+        rank = len(walk.shape(source_of(node)) or ())
         axes = range(rank - (rank - 2 if count is None else count), rank)
         _same_axes(walk, node, set(axes), zero=zero)
 
@@ -33,7 +34,7 @@ def pad(walk: Walk, node: fx.Node) -> None:
     """Handle ``F.pad``: it changes the axes whose amounts are not 0."""
     amounts = node.args[1] if len(node.args) > 1 else node.kwargs.get("pad")
     fact = walk.fact(amounts) if isinstance(amounts, fx.Node) else amounts
-    rank = len(walk.shape(_source(node)) or ())
+    rank = len(walk.shape(source_of(node)) or ())
     if not isinstance(fact, (tuple, list)):
         walk.pin_inputs(node, "unknown_op", "the amounts of padding are not known")
         return
@@ -49,7 +50,7 @@ def along(position: int, *names: str, default: Any = None) -> Handler:
 
     def handle(walk: Walk, node: fx.Node) -> None:
         dim = _argument(walk, node, position, ("dim", *names), default)
-        rank = len(walk.shape(_source(node)) or ())
+        rank = len(walk.shape(source_of(node)) or ())
         axes = set(range(rank)) if not isinstance(dim, int) else {dim % rank}
         _same_axes(walk, node, axes, zero=False)
 
@@ -58,7 +59,7 @@ def along(position: int, *names: str, default: Any = None) -> Handler:
 
 def _same_axes(walk: Walk, node: fx.Node, axes: set[int], *, zero: bool) -> None:
     """Let the channels pass an operation over ``axes`` that hold none of them."""
-    source = _source(node)
+    source = source_of(node)
     space = walk.space(source)
     results = walk.fact(node)
     if space is None:
@@ -93,7 +94,7 @@ def _keeps_axes(walk: Walk, source: Any, result: Any, space: Space) -> bool:
 
 def reduce(walk: Walk, node: fx.Node) -> None:
     """Handle a reduction over given axes; the others keep their channels."""
-    source = _source(node)
+    source = source_of(node)
     space = walk.space(source)
     if any(walk.shape(value) is not None for value in node.all_input_nodes if value is not source):
         elementwise(walk, node)  # torch.max of two tensors
@@ -123,10 +124,6 @@ def reduce(walk: Walk, node: fx.Node) -> None:
         walk.atoms.forbid_row_masks(space.atoms)
     walk.spaces[node] = out
     walk.steps.append(Reduced(node, source, node, out, tuple(axes)))
-
-
-def _source(node: fx.Node) -> Any:
-    return node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("x"))
 
 
 def _argument(

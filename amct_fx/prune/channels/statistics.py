@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from amct_fx.prune.channels.sites import Site
 from amct_fx.prune.channels.space import Space
 from amct_fx.prune.channels.steps import Attach, Joined, Misfit, Replay, Step, along_axis
+from amct_fx.prune.channels.walk import source_of
 
 if TYPE_CHECKING:
     from amct_fx.prune.channels.walk import Walk
@@ -113,7 +114,7 @@ def count_kept(
     """
     path = _path(walk, node, tensors)
     _attach(walk, node, space, tuple(shape), axis, tensors)
-    walk.steps.append(NormShape(node, _source(node), tuple(shape), axis, path))
+    walk.steps.append(NormShape(node, source_of(node), tuple(shape), axis, path))
 
 
 def count_kept_in_groups(
@@ -122,11 +123,11 @@ def count_kept_in_groups(
     """Let a group norm count only the channels of each group that stay, equally many."""
     count = space.atoms.numel()
     walk.balance(node, space.atoms.flatten().chunk(groups), f"{groups} groups of {node.name}")
-    walk.steps.append(InGroups(node, _source(node), space, groups))
+    walk.steps.append(InGroups(node, source_of(node), space, groups))
     _attach(walk, node, space, (count,), 0, tensors)
     if node.op == "call_module":
         attributes = ((walk.name(node), "num_channels"),)
-        walk.steps.append(Attach(node, _source(node), space, (), attributes))
+        walk.steps.append(Attach(node, source_of(node), space, (), attributes))
 
 
 def _attach(
@@ -137,7 +138,7 @@ def _attach(
     axis: int,
     tensors: Sequence[Tensor],
 ) -> None:
-    atoms, source = space.atoms.flatten(), _source(node)
+    atoms, source = space.atoms.flatten(), source_of(node)
     keys = tuple(walk.bind(node, Site("", "", axis, "attached", atoms), t) for t in tensors)
     out = Space(space.atoms, space.axis, zero=False)
     walk.spaces[node] = out
@@ -159,7 +160,3 @@ def _path(walk: Walk, node: fx.Node, tensors: Sequence[Tensor]) -> str | None:
         if hasattr(walk.model.get_submodule(path), "normalized_shape"):
             return path
     return None
-
-
-def _source(node: fx.Node) -> Any:
-    return node.args[0] if node.args else node.kwargs.get("input")

@@ -29,7 +29,16 @@ if TYPE_CHECKING:
     from amct_fx.prune.channels.steps import Step
     from amct_fx.prune.options import PruneOptions
 
-__all__ = ["Balance", "LayerUse", "Walk"]
+__all__ = [
+    "Balance",
+    "LayerUse",
+    "Walk",
+    "channel_space",
+    "fixed_atoms",
+    "float_class",
+    "is_along",
+    "source_of",
+]
 
 Value = Any
 """A :class:`Space`, a tuple of them for a node with several results, or ``None``."""
@@ -338,6 +347,17 @@ class Walk:
     def tensor(self, site: Site) -> Tensor:
         """Return the parameter or buffer that a site is an axis of."""
         return self._named[site.key[0]]
+
+
+def source_of(node: fx.Node) -> Any:
+    """Return the first input of an operation, by place or by its name."""
+    if node.args:
+        return node.args[0]
+    return next((node.kwargs[name] for name in _SOURCES if name in node.kwargs), None)
+
+
+_SOURCES = ("input", "x", "tensor", "tensors")
+"""What the first input of functions of torch, and of other libraries, is called."""
 
 
 def channel_space(atoms: Tensor, rank: int, axis: int, **details: Any) -> Space:
