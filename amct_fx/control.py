@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.ao.quantization import FakeQuantizeBase
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from amct_fx.errors import ModelStateError, did_you_mean
+from amct_fx.errors import ConfigError, ModelStateError, did_you_mean
 from amct_fx.observers import ARQFakeQuantize, ULQFakeQuantize, ULQWeightFakeQuantize
 
 if TYPE_CHECKING:
@@ -130,26 +130,31 @@ def param_groups(
     lr: float | None = None,
     weight_decay: float | None = None,
     range_lr: float | None = None,
-    scale_lr: float | None = None,
+    scale_lr: float | Literal["auto"] | None = None,
 ) -> list[dict[str, Any]]:
     """Split the parameters for an optimizer: clips and learned weight scales must not decay.
 
     Decay pulls a range to zero, whatever the data needs. And Adam moves any parameter by about the
     learning rate, whatever its size: the scale of INT8 weights is a 127th of the largest weight, so
-    at the learning rate of the weights it would change a hundred times as fast as they do.
+    at the learning rate of the weights it would change a hundred times as fast as they do. That of
+    INT4 weights is a 7th. ``scale_lr="auto"`` lets the ends of the range, 127 or 7 scales, move as
+    fast as the weights.
 
     Args:
         model: A prepared model, wrapped or not.
         lr: Learning rate of all parameters; ``None`` for that of the optimizer.
         weight_decay: For all other parameters; ``None`` for that of the optimizer.
         range_lr: Learning rate of the ranges; ``None`` for the same as the others.
-        scale_lr: Learning rate of learned weight scales; a hundredth of that of the weights suits
-            Adam. ``None`` for the same as the other ranges.
+        scale_lr: Learning rate of learned weight scales; ``"auto"`` for ``lr`` divided by the
+            largest code of each, which suits Adam. ``None`` for the same as the other ranges.
 
     Returns:
         Two groups, first the other parameters, then the ranges, with a weight decay of 0; with
-        ``scale_lr`` a third, the weight scales. Each parameter of the model stands in one of them,
-        once.
+        ``scale_lr`` a third, the weight scales, and with ``"auto"`` one for each width of their
+        weights, from narrow to wide. Each parameter of the model stands in one of them, once.
+
+    Raises:
+        ConfigError: ``scale_lr`` is ``"auto"`` without ``lr``, or another word.
 
     Example:
         >>> import torch
@@ -162,16 +167,22 @@ def param_groups(
         >>> optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.01)
         >>> [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
         [(0.001, 0.01), (0.0001, 0.0)]
+        >>> config = "retrain_weight_quant_config { ulq_retrain { dst_type: INT4 } }"
+        >>> model = prepare_qat_amct(nn.Sequential(nn.Linear(4, 2)), config)
+        >>> print(f"{param_groups(model, lr=7e-4, scale_lr='auto')[-1]['lr']:.9g}")
+        0.0001
     """
     ranges = {p: None for _, quantizer in _quantizers(model) for p in quantizer.parameters()}
     others = [parameter for parameter in model.parameters() if parameter not in ranges]
-    scales = {} if scale_lr is None else {p: None for p in _weight_scales(model)}
+    scales = {} if scale_lr is None else _weight_scales(model)
     clips = [parameter for parameter in ranges if parameter not in scales]
     groups: list[dict[str, Any]] = [
         {"params": others, "lr": lr, "weight_decay": weight_decay},
         {"params": clips, "lr": lr if range_lr is None else range_lr, "weight_decay": 0.0},
     ]
-    if scale_lr is not None:
+    if isinstance(scale_lr, str):
+        groups += _scale_groups(scales, lr, scale_lr)
+    elif scale_lr is not None:
         groups.append({"params": list(scales), "lr": scale_lr, "weight_decay": 0.0})
     return [{key: value for key, value in g.items() if value is not None} for g in groups]
 
@@ -330,8 +341,34 @@ def _for_each(
 _NOT_PREPARED = "the model has no quantizers; call prepare_qat_amct first"
 
 
-def _weight_scales(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the learned scales of weights; one that layers share comes more than once."""
-    for _, quantizer in _quantizers(model):
-        if isinstance(quantizer, ULQWeightFakeQuantize):
-            yield from quantizer.parameters()
+def _weight_scales(model: nn.Module) -> dict[nn.Parameter, int]:
+    """Return the learned scales of weights, each with the width of its codes."""
+    return {
+        parameter: quantizer.num_bits
+        for _, quantizer in _quantizers(model)
+        if isinstance(quantizer, ULQWeightFakeQuantize)
+        for parameter in quantizer.parameters()
+    }
+
+
+def _scale_groups(
+    scales: dict[nn.Parameter, int], lr: float | None, rule: str
+) -> list[dict[str, Any]]:
+    """Return a group for each width, with the learning rate that moves the range like weights."""
+    if rule != "auto":
+        message = f'scale_lr={rule!r}: give a learning rate, "auto" or None'
+        raise ConfigError(message)
+    if lr is None:
+        message = (
+            'scale_lr="auto" is a share of the learning rate of the weights: give that as lr=..., '
+            "or a number as scale_lr"
+        )
+        raise ConfigError(message)
+    return [
+        {
+            "params": [parameter for parameter, bits in scales.items() if bits == width],
+            "lr": lr / (2 ** (width - 1) - 1),
+            "weight_decay": 0.0,
+        }
+        for width in sorted(set(scales.values()))
+    ]

@@ -155,3 +155,28 @@ def test_learned_weight_scales_can_have_a_learning_rate_of_their_own():
     assert set(clips["params"]) == {p for name, p in named.items() if ".clip_" in name}
     assert scales["weight_decay"] == 0.0
     torch.optim.AdamW([others, clips, scales])
+
+
+def test_automatic_learning_rates_of_weight_scales_follow_the_width_of_each():
+    cfg = """
+    retrain_weight_quant_config { ulq_retrain { } }
+    override_layer_configs {
+        layer_name: "left" retrain_weight_quant_config { ulq_retrain { dst_type: INT4 } }
+    }
+    """
+    model = prepare_qat_amct(Net(), cfg)
+    groups = control.param_groups(model, lr=0.127, scale_lr="auto")
+    assert [group["lr"] for group in groups[2:]] == pytest.approx([0.127 / 7, 0.127 / 127])
+    assert set(groups[2]["params"]) == {model.left.weight_fake_quant.scale}
+    given = [parameter for group in groups for parameter in group["params"]]
+    assert len(given) == len(set(given))
+    assert set(given) == set(model.parameters())
+    assert all(group["weight_decay"] == 0.0 for group in groups[1:])
+
+
+def test_automatic_learning_rates_need_that_of_the_weights(prepared):
+    with pytest.raises(ValueError, match=r"give that as lr="):
+        control.param_groups(prepared, scale_lr="auto")
+    with pytest.raises(ValueError, match=r"scale_lr='fast'.*\"auto\" or None"):
+        control.param_groups(prepared, lr=1e-3, scale_lr="fast")
+    assert len(control.param_groups(prepared, lr=1e-3, scale_lr="auto")) == 2  # ARQ learns nothing
