@@ -83,7 +83,7 @@ def _convolution_gradients(
     geometry: tuple[Any, ...],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     out_channels = grad.shape[1]
-    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward(
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward.default(
         grad, input, weight, [out_channels], *geometry, wanted
     )
     return gradients
@@ -133,7 +133,7 @@ def _no_view(output: Tensor) -> Tensor:
     """
     if not output._is_view():
         return output
-    made: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
+    made: Tensor = torch.ops.aten._unsafe_view.default(output, output.shape)
     return made
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from torch.ao.quantization import FakeQuantizeBase
 from amct_fx._compat import is_exporting
 from amct_fx.errors import AmctWarning, ModelStateError
 from amct_fx.observers._checks import check_floating, check_keywords, check_num_bits
+
+_T = TypeVar("_T")
 
 STATE_VERSION = 1
 """Format of the extra state; a new field means a new version and code that reads the old one."""
@@ -24,6 +26,26 @@ def in_recomputation() -> bool:
     Checkpointing runs the forward again inside backward, where an autograd graph task exists.
     """
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+class Slot(Generic[_T]):
+    """Holds what belongs to one forward of a module and to no copy of it.
+
+    An attribute of the module itself would take as long to set as several small operations.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: _T | None = None
+
+    def take(self) -> _T | None:
+        """Return the value and forget it."""
+        value, self.value = self.value, None
+        return value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
 
 
 class KeywordChecked:

@@ -27,6 +27,10 @@ from amct_fx._compat import same_strides
 _DENORM_MIN = 2.0**-149
 """Smallest positive float32: any nonzero excess is at least as large."""
 
+# The overloads by name: choosing one by its arguments costs as much as a small tensor.
+_masked = torch.ops.aten.hardtanh_backward.default
+_masked_out = torch.ops.aten.hardtanh_backward.grad_input
+
 
 def clip_with_excess(values: Tensor, lowest: Tensor, highest: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``values`` clamped (a fresh tensor), and ``values`` minus that.
@@ -42,7 +46,7 @@ def clip_with_excess(values: Tensor, lowest: Tensor, highest: Tensor) -> tuple[T
 
 def grad_between(grad: Tensor, values: Tensor, below: float, above: float, out: Tensor) -> Tensor:
     """Write ``grad`` where ``below < values < above``, else 0, into ``out``."""
-    written: Tensor = torch.ops.aten.hardtanh_backward(grad, values, below, above, grad_input=out)
+    written: Tensor = _masked_out(grad, values, below, above, grad_input=out)
     return written
 
 
@@ -50,9 +54,9 @@ def grad_inside(grad: Tensor, excess: Tensor, out: Tensor | None = None) -> Tens
     """Return ``grad`` where nothing was clipped, else 0; ``out`` may be ``excess``."""
     limits = -_DENORM_MIN, _DENORM_MIN
     if out is None:
-        result: Tensor = torch.ops.aten.hardtanh_backward(grad, excess, *limits)
+        result: Tensor = _masked(grad, excess, *limits)
         return result
-    written: Tensor = torch.ops.aten.hardtanh_backward(grad, excess, *limits, grad_input=out)
+    written: Tensor = _masked_out(grad, excess, *limits, grad_input=out)
     return written
 
 

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from amct_fx.observers._arq import arq_extremes
 from amct_fx.observers._scale import symmetric_scale
 from amct_fx.observers._ulq import ulq_effective_clips, ulq_scale_offset
-from amct_fx.observers._ulq_settings import Ahead, Limits, Settings, gradient_mix, host_limits
+from amct_fx.observers._ulq_settings import (
+    Ahead,
+    HostNumbers,
+    Settings,
+    gradient_mix,
+    host_numbers,
+    may_read,
+)
 from amct_fx.observers.arq import WeightAhead
 
 if TYPE_CHECKING:
@@ -40,7 +47,7 @@ def compute_ahead(quantizers: Iterable[ULQFakeQuantize]) -> None:
     for members in groups.values():
         members.sort(key=lambda quantizer: not quantizer.fixed_min)
         for quantizer, settings in zip(members, _settings(members, learns), strict=True):
-            quantizer.ahead = Ahead(settings, quantizer.clip_versions)
+            quantizer.ahead.value = Ahead(settings, quantizer.clip_versions)
 
 
 @torch.no_grad()
@@ -55,7 +62,7 @@ def quantize_ahead(weights: Iterable[tuple[Tensor, ARQFakeQuantize]]) -> None:
         if not quantizer.is_plain:
             continue
         if (known := quantizer.known(weight)) is not None:
-            quantizer.ahead = WeightAhead(weight, weight._version, *known)
+            quantizer.ahead.value = WeightAhead(weight, weight._version, *known)
         else:
             groups.setdefault((quantizer.num_bits, weight.device), []).append((weight, quantizer))
     for members in groups.values():
@@ -66,7 +73,7 @@ def quantize_ahead(weights: Iterable[tuple[Tensor, ARQFakeQuantize]]) -> None:
         for (weight, quantizer), scale in zip(members, parts, strict=True):
             quantizer.check_scale(scale, weight)
             made = quantizer.quantized(weight, scale)
-            quantizer.ahead = WeightAhead(weight, weight._version, *made)
+            quantizer.ahead.value = WeightAhead(weight, weight._version, *made)
 
 
 @torch.no_grad()
@@ -77,12 +84,12 @@ def write_back(
     targets: list[Tensor] = []
     values: list[Tensor] = []
     for quantizer in quantizers:
-        ahead, quantizer.ahead = quantizer.ahead, None
+        ahead = quantizer.ahead.take()
         if ahead is not None and ahead.used and quantizer.training:
             targets += quantizer.written
             values += ahead.settings.written
     for of_weight in weight_quantizers:
-        made, of_weight.ahead = of_weight.ahead, None
+        made = of_weight.ahead.take()
         if made is not None and made.used and of_weight.training and of_weight.scale is not None:
             targets.append(of_weight.scale)
             values.append(made.scale)
@@ -95,9 +102,9 @@ def forget_ahead(
 ) -> None:
     """Let all compute for themselves."""
     for quantizer in quantizers:
-        quantizer.ahead = None
+        quantizer.ahead.value = None
     for of_weight in weight_quantizers:
-        of_weight.ahead = None
+        of_weight.ahead.value = None
 
 
 def _is_plain(quantizer: ULQFakeQuantize) -> bool:
@@ -125,12 +132,12 @@ def _settings(members: list[ULQFakeQuantize], learns: bool) -> list[Settings]:
     qparams = ulq_scale_offset(*effective, first.num_bits, first.symmetric)
     columns = [column.split(1) for column in (*effective, *qparams)]
     mixes: Sequence[Tensor | None] = [None] * len(members)
-    limits: Sequence[Limits | None] = [None] * len(members)
-    if learns:
+    on_host: Sequence[HostNumbers | None] = [None] * len(members)
+    if learns and may_read(upper):
+        on_host = host_numbers(effective, qparams, first.num_bits)
+    elif learns:
         mixes = gradient_mix(effective, qparams, first.num_bits).unbind()
-    if learns and upper.is_cpu and not torch._C._len_torch_dispatch_stack():
-        limits = host_limits(qparams, first.num_bits)
     return [
-        Settings((a, z), (s, o), first.num_bits, mix, limit)
-        for a, z, s, o, mix, limit in zip(*columns, mixes, limits, strict=True)
+        Settings((a, z), (s, o), first.num_bits, mix, numbers)
+        for a, z, s, o, mix, numbers in zip(*columns, mixes, on_host, strict=True)
     ]

@@ -7,21 +7,29 @@ temporaries are overwritten. A compiler fuses the plain formulas into one pass b
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from amct_fx.observers._clip import clip_with_excess, grad_above, grad_between, grad_inside, like
 from amct_fx.observers._recompute import Remade, Source, fake_quantize_values, is_traced
-from amct_fx.observers._reduce import as_vector, dot
+from amct_fx.observers._reduce import as_vector
 from amct_fx.observers._scale import as_float32
-from amct_fx.observers._ulq_settings import Limits, Settings, bounds, gradient_mix, rounding_error
+from amct_fx.observers._ulq_settings import (
+    Settings,
+    bounds,
+    gradient_mix,
+    host_numbers,
+    may_read,
+    rounding_error,
+)
 
-_LARGE = 1 << 20
-"""Elements beyond which a pass over memory leaves the caches of most processors."""
-
-_PIECE = 1 << 18
+_PIECE = 1 << 20
+"""Elements of a tensor on a CPU that are visited at once. More would take more memory in between;
+fewer would send an element to the cache of another core than the operations before and after."""
 
 _Gradients = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -59,108 +67,114 @@ class _ULQFunction(torch.autograd.Function):
         """
         x, upper, lower, s, o = ctx.saved_tensors
         settings = Settings((upper, lower), (s, o), ctx.num_bits, *ctx.known)
-        spare = None if ctx.remade is None else ctx.remade.drop()
+        made = None if ctx.remade is None else ctx.remade.drop()
         learns = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         if torch.compiler.is_compiling() or torch.is_grad_enabled():  # the latter: create_graph
             grad_x, *grad_clips = _plain(x, grads[0], settings, learns)
         else:
-            grad_x, *grad_clips = _fast(x, grads[0], settings, learns, spare)
+            grad_x, *grad_clips = _fast(x, grads[0], settings, learns, made)
         return grad_x.to(x.dtype), *grad_clips, None, None
 
 
+class _Streams(NamedTuple):
+    """Vectors on the memory that a backward walks through, float32 ``(N,)``.
+
+    Attributes:
+        values: The input of the forward.
+        grad: Gradient of its output.
+        inside: Where the gradient of the input goes.
+        made: The output of the forward, if a layer has made it again; is overwritten.
+    """
+
+    values: Tensor
+    grad: Tensor
+    inside: Tensor
+    made: Tensor | None = None
+
+
 def _fast(
-    x: Tensor, grad: Tensor, settings: Settings, learns: bool, spare: Tensor | None
+    x: Tensor, grad: Tensor, settings: Settings, learns: bool, made: Tensor | None
 ) -> _Gradients:
-    """Return the gradients of x, M and m.
+    """Return the gradients of x, float32, and of M and m.
 
     Args:
         x: The input of the forward.
         grad: Gradient of its output.
         settings: What the forward computed with.
         learns: Whether a clip wants a gradient.
-        spare: Memory like ``x`` in float32 that no one needs any more.
-    """
-    inside, sums = _pass(x, grad, settings, learns, spare)
-    if sums is None:
-        return inside, None, None
-    effective, qparams, num_bits, mix, _ = settings
-    mix = gradient_mix(effective, qparams, num_bits) if mix is None else mix
-    shape = effective[0].shape
-    grad_max = mix.reshape(3).dot(sums)
-    return inside, grad_max.view(shape), (sums[1] - grad_max).view(shape)
-
-
-def _pass(
-    x: Tensor, grad: Tensor, settings: Settings, learns: bool, spare: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return the gradient of x, float32, and, if wanted, R, C and P of :func:`gradient_mix`.
-
-    A tensor that does not fit into the cache is visited in pieces.
+        made: The output of the forward in float32, which no one needs any more.
     """
     values = as_float32(x)
-    vector = as_vector(values)
-    if vector is None:  # there are gaps in its memory
+    if as_vector(values) is None:  # there are gaps in its memory
         values = values.contiguous()
-        vector = values.view(-1)
     inside = torch.empty_like(values)
-    flat, grads = as_vector(inside), as_vector(like(grad, values))
-    assert flat is not None
-    assert grads is not None
-    limits, scale = _range_of(settings), settings.qparams[0]
-    if len(vector) <= _LARGE or not vector.is_cpu:
-        scratch = None if spare is None else as_vector(spare)
-        return inside, _piece(vector, grads, limits, scale, learns, flat, scratch, None)
-    u, rounding = flat.new_empty(2, _PIECE).unbind()
-    sums = []
-    for part, g, out in zip(*(t.split(_PIECE) for t in (vector, grads, flat)), strict=True):
-        count = len(part)
-        sums.append(_piece(part, g, limits, scale, learns, out, u[:count], rounding[:count]))
-    return inside, torch.stack(sums).sum(0) if learns else None  # type: ignore[arg-type]
+    tensors = [values, like(grad, values), inside]
+    if made is not None and learns:
+        tensors.append(like(made, values))
+    streams = _Streams(*map(as_vector, tensors))  # type: ignore[arg-type]
+    if not may_read(x):
+        return inside, *_on_device(streams, settings, learns)
+    grad_clips = _on_host(streams, settings, learns)
+    if grad_clips is None:
+        return inside, None, None
+    if not math.isfinite(sum(grad_clips)):  # of an infinite input, which meets a gradient of 0
+        return _plain(x, grad, settings, learns)
+    grad_max, grad_min = (torch.full_like(settings.effective[0], value) for value in grad_clips)
+    return inside, grad_max, grad_min
 
 
-def _range_of(settings: Settings) -> Limits | tuple[Tensor, Tensor]:
-    """Return the representable range: as numbers, if they are known, else as tensors."""
-    return settings.limits or bounds(settings.qparams, settings.num_bits)
+def _on_host(streams: _Streams, settings: Settings, learns: bool) -> tuple[float, float] | None:
+    """Walk through the memory of a CPU; return the gradients of M and m, if they are wanted."""
+    effective, qparams, num_bits, _, numbers = settings
+    numbers = numbers or host_numbers(effective, qparams, num_bits)[0]
+    if not learns:
+        ends = numbers.below, numbers.above
+        grad_between(streams.grad, streams.values, *ends, out=streams.inside)
+        return None
+    error = total = position = 0.0
+    for values, grad, inside, *made in _pieces(streams):
+        grad_between(grad, values, numbers.below, numbers.above, out=inside)
+        outside = grad - inside
+        total += outside.sum().item()
+        # Outside, the output is one of the ends.
+        ends = made[0] if made else values.clamp(numbers.lowest, numbers.highest)
+        position += outside.dot(ends).item()
+        u = torch.div(values, qparams[0], out=ends)
+        error += torch.round(u, out=outside).sub_(u).dot(inside).item()
+    of_error, of_total, of_position = numbers.mix
+    grad_max = of_error * error + of_total * total + of_position * position / numbers.scale
+    return grad_max, total - grad_max
 
 
-def _piece(
-    values: Tensor,
-    grad: Tensor,
-    limits: Limits | tuple[Tensor, Tensor],
-    scale: Tensor,
-    learns: bool,
-    inside: Tensor,
-    u: Tensor | None,
-    rounding: Tensor | None,
-) -> Tensor | None:
-    """Write the gradient of ``values`` into ``inside`` and return the sums, ``(3,)``, if wanted.
+def _pieces(streams: _Streams) -> Iterable[tuple[Tensor, ...]]:
+    """Split vectors that are long."""
+    vectors = tuple(vector for vector in streams if vector is not None)
+    if len(streams.values) <= _PIECE:
+        return (vectors,)
+    return zip(*(vector.split(_PIECE) for vector in vectors), strict=True)
 
-    Args:
-        values: float32 ``(N,)``.
-        grad: Gradient of the output, the same.
-        limits: The representable range.
-        scale: The scale.
-        learns: Whether the sums are wanted.
-        inside: Memory like ``values``, for the result.
-        u: The same, for use in between; ``None`` takes new memory.
-        rounding: The same.
-    """
-    if isinstance(limits, Limits):
-        grad_between(grad, values, limits.below, limits.above, out=inside)
-        if not learns:
-            return None
-        u = torch.clamp(values, limits.lowest, limits.highest, out=u)
-    else:
-        u = torch.maximum(values, limits[0], out=u).clamp_max_(limits[1])
-        excess = torch.sub(u, values, out=inside)
-        grad_inside(grad, excess, out=excess)
-        if not learns:
-            return None
-    u.div_(scale)
-    rounding = torch.round(u, out=rounding).sub_(u)
-    error = dot(rounding, inside)
+
+def _on_device(
+    streams: _Streams, settings: Settings, learns: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Walk through the memory of an accelerator, for which the host does not wait."""
+    effective, qparams, num_bits, mix, _ = settings
+    values, grad, inside, made = streams
+    lowest, highest = bounds(qparams, num_bits)
+    clamped = torch.maximum(values, lowest, out=made).clamp_max_(highest)
+    grad_inside(grad, torch.sub(clamped, values, out=inside), out=inside)
+    if not learns:
+        return None, None
+    u = clamped.div_(qparams[0])
+    rounding = u.round().sub_(u)
+    error = rounding.dot(inside)
     outside = torch.sub(grad, inside, out=rounding)
-    return torch.stack((error, outside.sum(), dot(outside, u)))
+    total = outside.sum()
+    sums = torch.stack((error, total, outside.dot(u)))
+    mix = gradient_mix(effective, qparams, num_bits) if mix is None else mix
+    grad_max = mix.reshape(3).dot(sums)
+    shape = effective[0].shape
+    return grad_max.view(shape), (total - grad_max).view(shape)
 
 
 def _plain(x: Tensor, grad: Tensor, settings: Settings, learns: bool) -> _Gradients:

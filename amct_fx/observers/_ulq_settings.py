@@ -6,29 +6,33 @@ The formulas work on one quantizer or on a vector with an element for each of ma
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _TINY = torch.finfo(torch.float32).tiny
 """Smaller numbers count as 0 on a processor that flushes them."""
 
 
-class Limits(NamedTuple):
-    """The representable range as numbers, where the host knows them.
+class HostNumbers(NamedTuple):
+    """What backward computes with, as numbers, where the host may read them: on a CPU.
 
     Attributes:
         lowest: Real value of the lowest code.
         highest: Real value of the highest code.
         below: The float32 number before ``lowest``.
         above: The float32 number behind ``highest``.
+        scale: The scale.
+        mix: See :func:`gradient_mix`.
     """
 
     lowest: float
     highest: float
     below: float
     above: float
+    scale: float
+    mix: list[float]
 
 
 class Settings(NamedTuple):
@@ -39,14 +43,15 @@ class Settings(NamedTuple):
         qparams: Scale and offset, float32 ``(1,)``.
         num_bits: Width of the codes.
         mix: See :func:`gradient_mix`; ``None`` where it was not computed ahead.
-        limits: The representable range, ``None`` where only the device knows it.
+        on_host: The same and the ends of the range as numbers; ``None`` where not computed ahead or
+            only the device knows them.
     """
 
     effective: tuple[Tensor, Tensor]
     qparams: tuple[Tensor, Tensor]
     num_bits: int
     mix: Tensor | None = None
-    limits: Limits | None = None
+    on_host: HostNumbers | None = None
 
     @property
     def written(self) -> tuple[Tensor, ...]:
@@ -67,9 +72,6 @@ class Ahead:
     settings: Settings
     versions: tuple[int, int]
     used: bool = False
-
-    def __reduce__(self) -> tuple[Any, ...]:  # a copy belongs to no forward
-        return type(None), ()
 
 
 def bounds(qparams: tuple[Tensor, Tensor], num_bits: int) -> tuple[Tensor, Tensor]:
@@ -105,16 +107,28 @@ def gradient_mix(
     s, o = qparams
     at_upper, at_lower = (rounding_error(clip, s, steps) for clip in effective)
     position = (1 + at_upper - at_lower).div_(steps)
-    return torch.stack(
-        (torch.full_like(s, 1 / steps), at_lower + position * (half + o), position), dim=-1
+    of_total = at_lower + position * (half + o)
+    return torch.stack((torch.full_like(s, 1 / steps), of_total, position), dim=-1)
+
+
+def may_read(x: Tensor) -> bool:
+    """Say whether the host may look at ``x`` for nothing: an ordinary tensor on the CPU."""
+    return (
+        x.is_cpu
+        and type(x) in (Tensor, nn.Parameter)
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
     )
 
 
-def host_limits(qparams: tuple[Tensor, Tensor], num_bits: int) -> list[Limits]:
-    """Return the limits of every element of a vector on the CPU."""
+def host_numbers(
+    effective: tuple[Tensor, Tensor], qparams: tuple[Tensor, Tensor], num_bits: int
+) -> list[HostNumbers]:
+    """Return the numbers of every element of a vector on the CPU."""
     lowest, highest = bounds(qparams, num_bits)
     infinity = torch.tensor(torch.inf)
     below = torch.nextafter(lowest, -infinity).clamp_max_(-_TINY)
     above = torch.nextafter(highest, infinity).clamp_min_(_TINY)
-    columns = (t.tolist() for t in (lowest, highest, below, above))
-    return [Limits(*row) for row in zip(*columns, strict=True)]
+    columns = [t.view(-1) for t in (lowest, highest, below, above, qparams[0])]
+    columns.append(gradient_mix(effective, qparams, num_bits).view(-1, 3))
+    return [HostNumbers(*row) for row in zip(*(t.tolist() for t in columns), strict=True)]

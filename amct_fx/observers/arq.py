@@ -10,7 +10,7 @@ from torch import Tensor
 
 from amct_fx.errors import ModelError, ModelStateError
 from amct_fx.observers._arq import arq_apply, arq_qparams, quantize_weight, straight_through
-from amct_fx.observers._base import AmctFakeQuantize
+from amct_fx.observers._base import AmctFakeQuantize, Slot
 from amct_fx.observers._checks import check_positive_int
 from amct_fx.observers._recompute import is_traced
 from amct_fx.observers._weight_cache import WeightCache
@@ -33,9 +33,6 @@ class WeightAhead:
     scale: Tensor
     values: Tensor
     used: bool = False
-
-    def __reduce__(self) -> tuple[Any, ...]:  # a copy belongs to no forward
-        return type(None), ()
 
 
 def check_rows(scale: Tensor, num_channels: int, weight: Tensor, label: str) -> None:
@@ -103,7 +100,7 @@ class ARQFakeQuantize(AmctFakeQuantize):
             check_positive_int("num_channels", num_channels)
         self.num_channels = num_channels
         self._cache = WeightCache()
-        self.ahead: WeightAhead | None = None
+        self.ahead: Slot[WeightAhead] = Slot()
         device = (factory_kwargs or {}).get("device")
         if num_channels is None:
             self.register_buffer("scale", None)
@@ -143,7 +140,7 @@ class ARQFakeQuantize(AmctFakeQuantize):
 
         For layers whose backward passes the gradient of the values to ``x`` themselves.
         """
-        ahead = self.ahead
+        ahead = self.ahead.value
         if ahead is not None and ahead.weight is x and ahead.version == x._version:
             ahead.used = True
             return ahead.values

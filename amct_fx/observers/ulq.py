@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from amct_fx.errors import CalibrationError, ConfigError
-from amct_fx.observers._base import AmctFakeQuantize, in_recomputation
+from amct_fx.observers._base import AmctFakeQuantize, Slot, in_recomputation
 from amct_fx.observers._checks import check_clips, check_positive_int
 from amct_fx.observers._ifmr import BatchCollector, finite_extremes
 from amct_fx.observers._recompute import Source, SourceOfLast, is_traced
@@ -103,7 +103,7 @@ scale=0.00961109, zero_point=0, learning)
         self._calibrated = clips is not None
         self._collector = BatchCollector(num_bits, batch_num)
         self._sources = SourceOfLast()
-        self.ahead: Ahead | None = None
+        self.ahead: Slot[Ahead] = Slot()
         flag = torch.zeros(1, device=(factory_kwargs or {}).get("device"), dtype=torch.float32)
         upper, lower = clips or (1.0, -1.0)
         self.clip_max = torch.nn.Parameter(torch.full_like(flag, upper))
@@ -155,7 +155,7 @@ scale=0.00961109, zero_point=0, learning)
             return self._forward_uncalibrated(x)
         if not self._fake_quant_on:
             return x
-        ahead = None if is_traced() else self.ahead
+        ahead = None if is_traced() else self.ahead.value
         if ahead is not None and ahead.versions == self.clip_versions:
             ahead.used = True
             return self._apply_settings(x, ahead.settings)

@@ -89,11 +89,22 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("in_pieces", [False, True])
+WAYS = ["whole", "in pieces", "as on an accelerator"]
+
+
+def go(way: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the backward walk through the memory in one of its ways."""
+    if way == "in pieces":
+        monkeypatch.setattr(_ulq_function, "_PIECE", piece)
+    elif way == "as on an accelerator":
+        monkeypatch.setattr(_ulq_function, "may_read", lambda x: False)
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("grad_layout", ["contiguous", "transposed back"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout(
-    layout: str, grad_layout: str, in_pieces: bool, monkeypatch: pytest.MonkeyPatch
+    layout: str, grad_layout: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     x = LAYOUTS[layout](torch.randn(3, 4, 6, 7))
@@ -101,16 +112,14 @@ def test_every_layout(
     if grad_layout == "transposed back" and x.dim() == 4:
         g = torch.randn(x.transpose(1, 2).shape).transpose(1, 2)
     wanted = plain(x, (1.0, -0.7), g)
-    if in_pieces:
-        monkeypatch.setattr(_ulq_function, "_LARGE", 0)
-        monkeypatch.setattr(_ulq_function, "_PIECE", 50)
+    go(way, 50, monkeypatch)
     assert_agree(gradients(x, (1.0, -0.7), g), wanted, g)
 
 
 def test_a_large_tensor_in_pieces() -> None:
     torch.manual_seed(1)
     x, g = torch.randn(2, 1 << 20, 3).unbind()
-    assert x.numel() > _ulq_function._LARGE
+    assert x.numel() > _ulq_function._PIECE
     exact = reference.ulq(x.double().numpy(), g.double().numpy(), 1.5, -0.5, num_bits=8)
     fast = gradients(x, (1.5, -0.5), g)
     assert torch.equal(fast[0], torch.from_numpy(exact.grad_x).float())
@@ -118,13 +127,11 @@ def test_a_large_tensor_in_pieces() -> None:
         assert abs(actual.item() - wanted) <= 1e-6 * exact.grad_magnitude
 
 
-@pytest.mark.parametrize("in_pieces", [False, True])
+@pytest.mark.parametrize("way", WAYS)
 def test_frozen_clips_want_only_the_gradient_of_x(
-    in_pieces: bool, monkeypatch: pytest.MonkeyPatch
+    way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if in_pieces:
-        monkeypatch.setattr(_ulq_function, "_LARGE", 0)
-        monkeypatch.setattr(_ulq_function, "_PIECE", 7)
+    go(way, 7, monkeypatch)
     x = torch.linspace(-2, 2, 40).requires_grad_()
     y = functional.ulq_fake_quantize(x, torch.tensor([1.0]), torch.tensor([-1.0]))
     y.sum().backward()
@@ -141,7 +148,11 @@ def test_elements_next_to_the_bounds_are_told_apart() -> None:
     assert gradients(x, clips, torch.ones(6))[0].tolist() == [0, 1, 1, 0, 1, 1]
 
 
-def test_infinite_inputs_are_clipped_and_nan_spreads() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_infinite_inputs_are_clipped_and_nan_spreads(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go(way, 2, monkeypatch)
     x = torch.tensor([math.inf, -math.inf, 0.3])
     grad_x, grad_max, grad_min = gradients(x, (1.0, -1.0), torch.ones(3))
     assert grad_x.tolist() == [0, 0, 1]
@@ -149,6 +160,22 @@ def test_infinite_inputs_are_clipped_and_nan_spreads() -> None:
     assert grad_min.item() == pytest.approx(1, abs=0.01)
     x[0] = math.nan
     assert gradients(x, (1.0, -1.0), torch.ones(3))[1].isnan()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "with gaps"])
+def test_an_output_made_again_by_a_layer_serves_as_well(layout: str) -> None:
+    torch.manual_seed(3)
+    x = LAYOUTS[layout](torch.randn(3, 4, 6, 7)).requires_grad_()
+    g = torch.randn(x.shape)
+    clips = [torch.tensor([clip]).requires_grad_() for clip in (1.0, -0.7)]
+    scale, offset = functional.ulq_qparams(*clips, num_bits=8)
+    settings = Settings((clips[0].detach(), clips[1].detach()), (scale, offset.float()), 8)
+    y, source = _ulq_function.ulq_apply(x, (clips[0], clips[1]), settings)
+    assert source is not None
+    assert torch.equal(source.remade.get(x, *settings.qparams, 8), y)
+    found = list(torch.autograd.grad(y, [x, *clips], g))
+    assert source.remade.values is None
+    assert_agree(found, plain(x.detach(), (1.0, -0.7), g), g)
 
 
 def test_half_precision_sums_in_float32() -> None:
