@@ -91,7 +91,8 @@ class QuantizerGroups:
     def _weights(self) -> Iterator[tuple[Tensor, ARQFakeQuantize]]:
         """Yield the weights that are ordinary parameters, and their quantizers."""
         for layer in self._layers:
-            weight, quantizer = layer._parameters.get("weight"), layer.weight_fake_quant
+            weight = layer._parameters.get("weight")
+            quantizer = layer._modules["weight_fake_quant"]
             if type(weight) is nn.Parameter and type(quantizer) is ARQFakeQuantize:
                 yield weight, quantizer
 
