@@ -128,8 +128,8 @@ def _on_host(streams: _Streams, settings: Settings, learns: bool) -> tuple[float
     effective, qparams, num_bits, _, numbers = settings
     numbers = numbers or host_numbers(effective, qparams, num_bits)[0]
     if not learns:
-        ends = numbers.below, numbers.above
-        grad_between(streams.grad, streams.values, *ends, out=streams.inside)
+        values, grad, inside, *_ = streams
+        grad_between(grad, values, numbers.below, numbers.above, out=inside)
         return None
     error = total = position = 0.0
     for values, grad, inside, *made in _pieces(streams):
