@@ -76,7 +76,6 @@ def plan_pruning(
         PruneError: What is given does not fit the model.
     """
     if isinstance(given, PrunePlan):
-        _check_plan(model, given)
         check_fit(model, given, captured.regions)
         return Analysis(given)
     _check_given(model, given)
@@ -127,28 +126,6 @@ def _check_given(model: nn.Module, given: object) -> None:
         if name not in known:
             message = f"plan names {name!r}, which is no layer of the model"
             raise PruneError(message + did_you_mean(str(name), known))
-
-
-def _check_plan(model: nn.Module, plan: PrunePlan) -> None:
-    """Refuse a plan that was made for another model.
-
-    Raises:
-        PruneError: Names the first tensor that the model lacks, or that has another shape.
-    """
-    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    tensors |= dict(model.named_buffers(remove_duplicate=False))
-    for group in plan.groups:
-        for member in group.members:
-            if not member.parameter:
-                continue
-            found = tensors.get(member.key)
-            if found is None or tuple(found.shape) != member.shape:
-                what = "no such tensor" if found is None else f"shape {tuple(found.shape)} there"
-                message = (
-                    f"the plan was made for another model: {member.key} of shape {member.shape}, "
-                    f"but the model has {what}"
-                )
-                raise PruneError(message)
 
 
 def attach_pruning(

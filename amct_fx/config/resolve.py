@@ -18,6 +18,7 @@ from amct_fx.config.schema import (
     ActivationConfig,
     CompressionConfig,
     DataType,
+    FilterPruneConfig,
     LayerOverride,
     PruneConfig,
     Source,
@@ -201,7 +202,9 @@ def _check_model(facts: ModelFacts, rules: Rules, *, quantize: bool, prune: bool
         )
         raise ModelError(message)
     if prune and not any(layer.prunable for layer in facts.layers):
-        message = "the model has no layer that can be pruned"
+        found = [(layer, layer.why_not_prunable(FilterPruneConfig(0.5))) for layer in facts.layers]
+        reasons = "; ".join(f"{layer.name!r}: {why}" for layer, why in found[:5])
+        message = f"the model has no layer that can be pruned{reasons and f' ({reasons})'}"
         raise ModelError(message)
 
 

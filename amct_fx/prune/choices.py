@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,28 @@ if TYPE_CHECKING:
 
     from amct_fx.prune.plan import PruneGroup
 
-__all__ = ["as_mask", "check_choice", "unit_stays"]
+__all__ = ["as_mask", "check_choice", "unit_stays", "whole_numbers"]
+
+
+def whole_numbers(values: Any, what: str) -> tuple[int, ...]:
+    """Return indices in ascending order, each once.
+
+    Args:
+        values: Whole numbers, as a sequence or a tensor.
+        what: What they are, for the message.
+
+    Raises:
+        PruneError: They are no whole numbers.
+
+    Example:
+        >>> whole_numbers([3, 1, 1], "units")
+        (1, 3)
+    """
+    try:
+        return tuple(sorted({operator.index(value) for value in values}))
+    except TypeError as error:
+        message = f"{what} must be a list of whole numbers, not {values!r}"
+        raise PruneError(message) from error
 
 
 def check_choice(group: PruneGroup, kept: tuple[int, ...]) -> None:

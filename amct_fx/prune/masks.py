@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 
 from amct_fx.config import M4N2PruneConfig, PruneConfig
+from amct_fx.errors import ArgumentTypeError
 from amct_fx.graph.region import GraphForward
 from amct_fx.nn.become import drop_reparametrization
 from amct_fx.nn.parametrized import parametrized_names
@@ -19,7 +21,6 @@ from amct_fx.prune.parametrization import WeightMask, detach_hooks, filter_norm,
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
     from amct_fx.prune.options import PruneOptions
@@ -82,6 +83,9 @@ def keep_zeros(optimizer: Optimizer, model: nn.Module) -> RemovableHandle:
     Returns:
         A handle whose ``remove()`` ends it.
 
+    Raises:
+        ArgumentTypeError: ``optimizer`` is none.
+
     Example:
         >>> import torch
         >>> layer = torch.nn.Linear(4, 1)
@@ -93,6 +97,10 @@ def keep_zeros(optimizer: Optimizer, model: nn.Module) -> RemovableHandle:
         >>> int((layer.parametrizations.weight.original == 0).sum())
         2
     """
+    given: object = optimizer
+    if not isinstance(given, Optimizer):
+        message = f"keep_zeros takes an optimizer and a model, not a {type(given).__name__}"
+        raise ArgumentTypeError(message)
     chains = [chain for module in model.modules() for chain in _masked(module)]
 
     def zero(*_: Any) -> None:

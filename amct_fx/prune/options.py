@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 from amct_fx.choices import check_choices
 from amct_fx.config import PruneMode
 from amct_fx.observers._checks import check_keywords
+from amct_fx.prune.parametrization import check_pull
 
 if TYPE_CHECKING:
     from amct_fx.prune.functional import Reduction
@@ -69,14 +70,17 @@ class PruneOptions:
     straight_through: float | None = None
 
     def __post_init__(self) -> None:
-        """Check the options that have a fixed set of values."""
+        """Check the values of the options."""
         check_choices(
             mode=(self.mode, ("native", "amct")),
             importance=(self.importance, ("mean", "first")),
             apply=(self.apply, ("convert", "prepare")),
             deconv_consumer=(self.deconv_consumer, (None, "pin", "cut")),
             norm_axis=(self.norm_axis, ("pin", "mask_aware")),
+            row_masks=(self.row_masks, (True, False)),
+            count_eval=(self.count_eval, (True, False)),
         )
+        check_pull(self.straight_through)
 
     @classmethod
     def of(cls, keywords: PruneKeywords) -> PruneOptions:

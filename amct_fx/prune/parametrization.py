@@ -13,13 +13,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
-from amct_fx.errors import ConfigError
+from amct_fx.errors import ConfigError, ModelError, ModelStateError, did_you_mean
 from amct_fx.nn.parametrized import parametrized_names, register
 from amct_fx.observers._base import in_recomputation
 from amct_fx.prune.functional import balanced_l2_keep, m4n2_mask
 
-__all__ = ["M4N2", "FilterNorm", "WeightMask", "detach_hooks", "filter_norm", "input_axis", "m4n2"]
+__all__ = [
+    "M4N2",
+    "FilterNorm",
+    "WeightMask",
+    "check_pull",
+    "detach_hooks",
+    "filter_norm",
+    "input_axis",
+    "m4n2",
+]
 
 
 class WeightMask(nn.Module):
@@ -174,6 +184,7 @@ class M4N2(WeightMask):
         straight_through: float | None = None,
     ) -> None:
         super().__init__()
+        check_pull(straight_through)
         self.straight_through = straight_through
         self.axis = axis % weight.dim()
         self.update_freq = _checked_frequency(update_freq)
@@ -251,13 +262,22 @@ def filter_norm(module: nn.Module, name: str, mask: Tensor) -> FilterNorm:
         name: Name of the parameter.
         mask: As for :class:`FilterNorm`.
 
+    Raises:
+        ModelError: The module has no such parameter.
+        ConfigError: The mask does not broadcast to it.
+
     Example:
         >>> layer = nn.Linear(2, 3)
         >>> _ = filter_norm(layer, "bias", torch.tensor([1, 0, 1]))
         >>> (layer.bias != 0).tolist()
         [True, False, True]
     """
-    parametrization = FilterNorm(mask.to(module.get_parameter(name).device))
+    weight = _stored(module, name)
+    if not _broadcasts(mask.shape, weight.shape):
+        shapes = f"{list(mask.shape)} does not broadcast to {name} {list(weight.shape)}"
+        message = f"a mask of shape {shapes}"
+        raise ConfigError(message)
+    parametrization = FilterNorm(mask.to(weight.device))
     register(module, name, parametrization)
     return parametrization
 
@@ -282,6 +302,10 @@ def m4n2(
         count_eval: As for :class:`M4N2`.
         straight_through: As for :class:`M4N2`.
 
+    Raises:
+        ModelError: The module has no such parameter.
+        ModelStateError: It has a 2:4 mask already.
+
     Example:
         >>> layer = nn.ConvTranspose2d(4, 2, 2)
         >>> m4n2(layer, update_freq=2)
@@ -291,6 +315,9 @@ def m4n2(
         1
     """
     weight = _stored(module, name)
+    if name in parametrized_names(module) and _seen_weights(module, name):
+        message = f"{name} of the {_class_name(module)} has a 2:4 mask already"
+        raise ModelStateError(message)
     parametrization = M4N2(
         weight,
         axis=input_axis(module),
@@ -385,8 +412,39 @@ def _seen_weights(module: Any, name: str) -> list[tuple[M4N2, Tensor]]:
 
 def _stored(module: Any, name: str) -> Tensor:
     """Return what a new parametrization of a parameter will see."""
+    known = [*module._parameters, *parametrized_names(module)]
+    if name not in known:
+        message = f"a {_class_name(module)} has no parameter {name!r}{did_you_mean(name, known)}"
+        raise ModelError(message)
     weight: Tensor = getattr(module, name)
     return weight.detach()
+
+
+def _class_name(module: nn.Module) -> str:
+    return type_before_parametrizations(module).__name__
+
+
+def _broadcasts(shape: torch.Size, wanted: torch.Size) -> bool:
+    try:
+        return bool(torch.broadcast_shapes(shape, wanted) == wanted)
+    except RuntimeError:
+        return False
+
+
+def check_pull(straight_through: object) -> None:
+    """Refuse what is no pull of masked weights to zero.
+
+    Args:
+        straight_through: ``None`` or a finite number of at least 0.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    number = isinstance(straight_through, (int, float)) and not isinstance(straight_through, bool)
+    if straight_through is None or (number and 0 <= straight_through < float("inf")):  # type: ignore[operator]
+        return
+    message = f"straight_through must be None or a number of at least 0, not {straight_through!r}"
+    raise ConfigError(message)
 
 
 def _checked_frequency(update_freq: int) -> int:

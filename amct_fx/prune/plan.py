@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from amct_fx.errors import PruneError, did_you_mean
-from amct_fx.prune.choices import as_mask, check_choice, unit_stays
+from amct_fx.prune.choices import as_mask, check_choice, unit_stays, whole_numbers
 from amct_fx.prune.levels import Level, check_levels
 from amct_fx.prune.plan_costs import cost_after, parameters_gone, remaining_sizes
 
@@ -334,11 +334,11 @@ class PrunePlan:
             kept: Indices of the units that stay.
 
         Raises:
-            PruneError: If the indices are not units of the group, none is left, or blocks would
-                keep unequal counts.
+            PruneError: If there is no such group, the indices are not units of it, none is left,
+                or blocks would keep unequal counts.
         """
-        found = self[group] if isinstance(group, str) else self.groups[group]
-        chosen = tuple(sorted({int(index) for index in kept}))
+        found = self._group(group)
+        chosen = whole_numbers(kept, f"the units that group {group!r} keeps")
         check_choice(found, chosen)
         groups = tuple(
             replace(other, kept=chosen) if other is found else other for other in self.groups
@@ -374,6 +374,16 @@ class PrunePlan:
                 raise PruneError(message)
         plan.check()
         return plan
+
+    def _group(self, group: int | str) -> PruneGroup:
+        """Return a group by its number, or by a producer."""
+        named = [g for g in self.groups if group == g.id or group in g.producers]
+        if named:
+            return named[0]
+        if isinstance(group, str):
+            raise self._unknown(group, [name for g in self.groups for name in g.producers])
+        message = f"the plan has {len(self.groups)} groups, numbered from 0, and none is {group!r}"
+        raise PruneError(message)
 
     def _unknown(self, name: str, known: Iterable[str]) -> PruneError:
         """Return the error for a layer that loses no channels."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from amct_fx.config import FilterPruneConfig, M4N2PruneConfig
 from amct_fx.errors import PruneError
+from amct_fx.prune.choices import whole_numbers
 from amct_fx.prune.levels import Block, Level
 from amct_fx.prune.options import PruneOptions
 from amct_fx.prune.plan import LayerCost, Member, PinnedLayer, PruneGroup, PrunePlan
@@ -50,7 +51,7 @@ def plan_from_json(text: str) -> PrunePlan:
         return _plan_from_json(content)
     except PruneError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         message = f"the text is no prune plan: {type(error).__name__}: {error}"
         raise PruneError(message) from error
 
@@ -82,8 +83,20 @@ def _setting_to_json(setting: Any) -> dict[str, Any]:
 
 def _group_from_json(content: dict[str, Any]) -> PruneGroup:
     members = tuple(_member_from_json(member) for member in content.pop("members"))
+    name = f"group {content['id']!r}"
+    content["kept"] = whole_numbers(content["kept"], f"the units that {name} keeps")
+    units = content["channels"]
+    for member in members:
+        if len(member.positions) != units or not _fit(member):
+            message = f"the plan is damaged: {member.key} does not fit the {units} units of {name}"
+            raise PruneError(message)
     lists: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in content.items()}
     return PruneGroup(**lists, members=members)
+
+
+def _fit(member: Member) -> bool:
+    """Say whether the positions of a member are places of its axis."""
+    return all(0 <= place < member.length for places in member.positions for place in places)
 
 
 def _level_from_json(content: dict[str, Any]) -> Level:
@@ -104,8 +117,8 @@ def _plan_from_json(content: dict[str, Any]) -> PrunePlan:
         groups=tuple(_group_from_json(item) for item in content["groups"]),
         pinned=tuple(PinnedLayer(**item) for item in content["pinned"]),
         costs=tuple(LayerCost(**item) for item in costs),
-        parameters=content["parameters"],
-        parameters_after=content["parameters_after"],
+        parameters=int(content["parameters"]),
+        parameters_after=int(content["parameters_after"]),
         options=PruneOptions(**content["options"]),
         settings=settings,
         inputs=tuple((tuple(shape), dtype) for shape, dtype in content["inputs"]),

@@ -16,6 +16,7 @@ from amct_fx.checks import check_float_model
 from amct_fx.config import CompressionConfig, FilterPruneConfig, load_config, resolve
 from amct_fx.config.schema import Source
 from amct_fx.discovery import PrepareOptions, discovered
+from amct_fx.errors import ModelError
 from amct_fx.graph.guards import constants_removed
 from amct_fx.graph.shapes import propagate_shapes
 from amct_fx.nn.parametrized import still_parametrizations
@@ -103,6 +104,7 @@ def follow_channels(
 ) -> Analysis:
     """As :func:`plan_channels`; return also what removal needs, while the model stays as it is."""
     options = options or PruneOptions()
+    _check_values(model, settings)
     if example_inputs is None:
         example_inputs, facts = guess_inputs(model, regions)
     elif facts is None:
@@ -117,6 +119,18 @@ def follow_channels(
         if name not in loses and name not in settings
     )
     return Analysis(replace(plan, pinned=plan.pinned + unreached), walk, state)
+
+
+def _check_values(model: nn.Module, settings: Mapping[str, PruneConfig]) -> None:
+    """Refuse weights that cannot be ranked."""
+    for name, setting in settings.items():
+        empty = any(parameter.is_meta for parameter in model.get_submodule(name).parameters())
+        if empty and isinstance(setting, FilterPruneConfig):
+            message = (
+                f"layer {name!r} is on the meta device, where weights have no values to choose "
+                "channels by; load the weights first"
+            )
+            raise ModelError(message)
 
 
 def build_plan(

@@ -73,6 +73,8 @@ def remove_channels(
         >>> model[0].out_channels, model[2].in_channels, sorted(kept)
         (4, 4, ['0.bias', '0.weight', '2.weight'])
     """
+    if analysis is None:
+        _check_tensors(model, plan)
     parts = list(traced) if traced is not None else _regions(model, plan)
     known = (None, None) if analysis is None else (analysis.walk, analysis.replay)
     walk = known[0] or _analysis(model, plan, parts)
@@ -104,8 +106,40 @@ def check_fit(model: nn.Module, plan: PrunePlan, traced: Sequence[Region]) -> No
         PruneError: The plan does not fit the model.
     """
     plan.check()
+    _check_tensors(model, plan)
     walk = _analysis(model, plan, traced)
     _replayed(walk, _groups_as_planned(walk, plan))
+
+
+def _check_tensors(model: nn.Module, plan: PrunePlan) -> None:
+    """Refuse a plan that was made for another model.
+
+    Raises:
+        PruneError: Names the first tensor that the model lacks, or that has another shape.
+    """
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    members = [m for group in plan.groups for m in group.members if m.role in _OF_TENSORS]
+    for member in members:
+        found = tensors.get(member.key)
+        if found is not None and tuple(found.shape) == member.shape:
+            continue
+        if any(name.startswith(f"{member.layer}.parametrizations.") for name in tensors):
+            message = (
+                f"{member.key} is masked or computed, so nothing can be taken out of it; "
+                "convert_amct removes the channels of a prepared model"
+            )
+            raise PruneError(message)
+        what = "no such tensor" if found is None else f"shape {tuple(found.shape)} there"
+        message = (
+            f"the plan was made for another model: {member.key} of shape {member.shape}, "
+            f"but the model has {what}"
+        )
+        raise PruneError(message)
+
+
+_OF_TENSORS = ("row", "column", "attached")
+"""Roles of members that are axes of a tensor."""
 
 
 def _with_new_values(region: Region, state: Replay) -> Watched:
