@@ -123,9 +123,9 @@ def follow_channels(
 
 def _check_values(model: nn.Module, settings: Mapping[str, PruneConfig]) -> None:
     """Refuse weights that cannot be ranked."""
-    for name, setting in settings.items():
-        empty = any(parameter.is_meta for parameter in model.get_submodule(name).parameters())
-        if empty and isinstance(setting, FilterPruneConfig):
+    for name, module in model.named_modules():
+        empty = any(parameter.is_meta for parameter in module.parameters(recurse=False))
+        if empty and isinstance(settings.get(name), FilterPruneConfig):
             message = (
                 f"layer {name!r} is on the meta device, where weights have no values to choose "
                 "channels by; load the weights first"
