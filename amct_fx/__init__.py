@@ -16,6 +16,8 @@ from amct_fx.distillation import distill, prepare_distill_amct
 from amct_fx.errors import (
     AmctError,
     AmctFileNotFoundError,
+    AmctIsADirectoryError,
+    AmctNotADirectoryError,
     AmctWarning,
     ArgumentError,
     ArgumentTypeError,
@@ -30,6 +32,7 @@ from amct_fx.errors import (
     DistillError,
     ExportError,
     InputDataError,
+    LayerNameError,
     LayerTypeError,
     MissingExtraError,
     ModelError,
@@ -51,6 +54,8 @@ __version__ = "0.1.0"
 __all__ = [
     "AmctError",
     "AmctFileNotFoundError",
+    "AmctIsADirectoryError",
+    "AmctNotADirectoryError",
     "AmctWarning",
     "ArgumentError",
     "ArgumentTypeError",
@@ -66,6 +71,7 @@ __all__ = [
     "DistillError",
     "ExportError",
     "InputDataError",
+    "LayerNameError",
     "LayerTypeError",
     "MissingExtraError",
     "ModelError",

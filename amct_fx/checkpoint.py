@@ -7,6 +7,7 @@ loads with ``weights_only=True``: it holds tensors and plain data only.
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import warnings
@@ -23,6 +24,7 @@ from amct_fx.config.messages import listing
 from amct_fx.convert import convert_amct
 from amct_fx.copying import copy_model
 from amct_fx.errors import (
+    AmctFileNotFoundError,
     AmctWarning,
     CheckpointError,
     CheckpointKeyError,
@@ -113,7 +115,7 @@ def load_checkpoint(
         The prepared or converted model, and what was given as ``extra``.
 
     Raises:
-        FileNotFoundError: There is no such file.
+        AmctFileNotFoundError: There is no such file.
         CheckpointError: It is no checkpoint of this package, or one of another architecture; names
             the first difference. Or other parts of the model can be traced now than then.
         ModelStateError: ``model`` is already prepared, or wrapped.
@@ -259,8 +261,8 @@ def _read(path: str | os.PathLike[str], map_location: Any) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location=map_location, weights_only=True)
     except FileNotFoundError as error:
-        error.strerror = "there is no such checkpoint"
-        raise
+        message = "there is no such checkpoint"
+        raise AmctFileNotFoundError(errno.ENOENT, message, name) from error
     except IsADirectoryError as error:
         message = f"{name} is a folder; give the path of a checkpoint"
         raise CheckpointError(message) from error
@@ -289,6 +291,8 @@ def _why_unreadable(error: Exception) -> str:
         return "it is empty or cut off"
     if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
         return "it holds Python objects, such as a whole model, not only tensors and plain data"
+    if isinstance(error, (pickle.UnpicklingError, KeyError)):  # bytes that pickle never writes
+        return "torch.save did not write it, or it is damaged"
     return first_line(error)
 
 

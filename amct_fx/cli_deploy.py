@@ -201,6 +201,7 @@ def _arguments(network: nn.Module, inputs: list[str] | None, data: str | None) -
     """Return the example inputs that the options describe."""
     if (inputs is None) == (data is None):
         message = "say what the model takes, by --input SHAPE or by --data PKG.MOD:NAME"
+        message += "" if inputs is None else "; not by both"
         raise typer.BadParameter(message, param_hint="--input")
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
     if data is None:

@@ -78,16 +78,34 @@ def find_object(name: str, option: str = "--model") -> Any:
     """Return what ``pkg.mod:name.of.attribute`` names; the current folder can be imported from."""
     module, _, path = name.partition(":")
     try:
-        with _current_folder():
-            return reduce(getattr, path.split("."), importlib.import_module(module))
-    except (ModuleNotFoundError, AttributeError, ValueError, TypeError) as error:
+        imported = _import(module)
+        return reduce(getattr, path.split("."), imported)
+    except (ModuleNotFoundError, AttributeError) as error:
         message = (
             f"{name!r} names nothing that can be imported as PKG.MOD:FACTORY: "
             f"{_cause_and_remedy(name, error)}"
         )
         raise typer.BadParameter(message, param_hint=option) from error
+
+
+def _import(module: str) -> ModuleType:
+    """Import a module of the user's.
+
+    Raises:
+        ModuleNotFoundError: There is none, or it imports one that is not there.
+        AmctError: It raised another error.
+    """
+    if not all(part.isidentifier() for part in module.split(".")):
+        message = f"{module!r} is no name of a module"
+        raise ModuleNotFoundError(message)
+    try:
+        with _current_folder():
+            return importlib.import_module(module)
+    except ModuleNotFoundError:
+        raise
     except Exception as error:  # whatever the user's module raises
-        raise _failed(name, error) from error
+        what = f"the import of {module}"
+        raise _failed(what, error) from error
 
 
 def _cause_and_remedy(name: str, error: Exception) -> str:
@@ -280,7 +298,8 @@ def _current_folder() -> Iterator[None]:
 
 
 def _failed(name: str, error: Exception) -> AmctError:
-    return AmctError(f"{name} failed: {type(error).__name__}: {error}")
+    kind, text = type(error).__name__, str(error)
+    return AmctError(f"{name} failed: {kind}: {text}" if text else f"{name} failed: {kind}")
 
 
 def _add_notes(error: Exception, notes: list[str]) -> None:

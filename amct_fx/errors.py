@@ -17,6 +17,8 @@ from collections.abc import Iterable
 __all__ = [
     "AmctError",
     "AmctFileNotFoundError",
+    "AmctIsADirectoryError",
+    "AmctNotADirectoryError",
     "AmctWarning",
     "ArgumentError",
     "ArgumentTypeError",
@@ -31,6 +33,7 @@ __all__ = [
     "DistillError",
     "ExportError",
     "InputDataError",
+    "LayerNameError",
     "LayerTypeError",
     "MissingExtraError",
     "ModelError",
@@ -90,6 +93,14 @@ class AmctFileNotFoundError(AmctError, FileNotFoundError):
     """A file to read does not exist."""
 
 
+class AmctIsADirectoryError(AmctError, IsADirectoryError):
+    """A folder stands where a file is to be written."""
+
+
+class AmctNotADirectoryError(AmctError, NotADirectoryError):
+    """A file stands where a folder is needed."""
+
+
 class ConfigFileNotFoundError(AmctFileNotFoundError):
     """The configuration file does not exist."""
 
@@ -116,6 +127,12 @@ class ModelTypeError(AmctError, TypeError):
 
 class LayerTypeError(ModelTypeError, RuntimeError):
     """A layer of another class than the one asked for; AMCT raises either of both classes."""
+
+
+class LayerNameError(AmctError, KeyError):
+    """A name that no layer has."""
+
+    __str__ = Exception.__str__  # that of KeyError would quote the message
 
 
 class ModelStateError(AmctError, RuntimeError):

@@ -201,3 +201,16 @@ def test_the_help_lists_all_commands() -> None:
 def test_a_gpu_is_not_needed_to_read_a_checkpoint(checkpoint: str) -> None:
     assert torch.load(checkpoint, weights_only=True)["stage"] == "prepared"
     assert run("summary", checkpoint, "--model", MODEL).exit_code == 0
+
+
+def test_a_module_that_raises_when_it_is_imported_is_an_error_of_its_code() -> None:
+    Path("refuses.py").write_text("raise ValueError('no licence')\n")
+    result = run("summary", "refuses:make")
+    assert result.exit_code == 1
+    assert "the import of refuses failed: ValueError: no licence" in result.output
+
+
+def test_a_name_without_a_module_says_so() -> None:
+    result = run("summary", ":make")
+    assert result.exit_code == 2
+    assert "'' is no name of a module" in plain(result.output)

@@ -35,6 +35,8 @@ def test_the_public_names_are_these() -> None:
     assert sorted(amct_fx.__all__) == [
         "AmctError",
         "AmctFileNotFoundError",
+        "AmctIsADirectoryError",
+        "AmctNotADirectoryError",
         "AmctWarning",
         "ArgumentError",
         "ArgumentTypeError",
@@ -50,6 +52,7 @@ def test_the_public_names_are_these() -> None:
         "DistillError",
         "ExportError",
         "InputDataError",
+        "LayerNameError",
         "LayerTypeError",
         "MissingExtraError",
         "ModelError",
@@ -83,7 +86,7 @@ def test_each_public_name_exists_and_is_documented(name: str) -> None:
 
 
 def test_each_error_derives_from_a_builtin_that_users_expect() -> None:
-    expected = (FileNotFoundError, ImportError, RuntimeError, TypeError, ValueError)
+    expected = (OSError, ImportError, KeyError, RuntimeError, TypeError, ValueError)
     names = [name for name in errors.__all__ if name.endswith("Error") and name != "AmctError"]
     assert names
     for name in names:

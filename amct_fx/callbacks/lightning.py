@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from amct_fx.callbacks._missing import stand_in
 from amct_fx.control import QATSchedule
 from amct_fx.distributed import ignore_quantizer_buffers
-from amct_fx.errors import ModelStateError, did_you_mean
+from amct_fx.errors import ArgumentError, ModelStateError, did_you_mean
 from amct_fx.nn.qat import QATLayer
 from amct_fx.prepare import prepare_qat_amct
 from amct_fx.report.recorder import TrainingRecorder
@@ -45,6 +45,7 @@ class QATCallback(Callback):
         phase: What the current epoch does, such as ``"learn, bn frozen"``.
 
     Raises:
+        ArgumentError: There is a configuration, but no ``attribute``.
         MissingExtraError: Lightning is not installed.
     """
 
@@ -60,7 +61,7 @@ class QATCallback(Callback):
         super().__init__()
         if attribute is None and (cfg is not None or options):
             message = "say by attribute= which part of the module to prepare"
-            raise ValueError(message)
+            raise ArgumentError(message)
         self.cfg, self.attribute, self.options = cfg, attribute, options
         self.schedule = schedule or QATSchedule()
         self.record_every = record_every

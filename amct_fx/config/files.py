@@ -11,7 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from amct_fx.errors import ConfigError, ConfigFileNotFoundError, ConfigTypeError, did_you_mean
+from amct_fx.errors import (
+    AmctIsADirectoryError,
+    AmctNotADirectoryError,
+    ConfigError,
+    ConfigFileNotFoundError,
+    ConfigTypeError,
+    did_you_mean,
+)
 
 __all__ = ["MAX_BYTES", "make_folder", "read_source", "read_text", "replacing", "write_text"]
 
@@ -148,7 +155,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         path: The file to write.
 
     Raises:
-        IsADirectoryError: It is a folder.
+        AmctIsADirectoryError: It is a folder.
 
     Example:
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -159,7 +166,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """
     target = Path(path)
     if target.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "this is a folder; name a file in it", str(target))
+        message = "this is a folder; name a file in it"
+        raise AmctIsADirectoryError(errno.EISDIR, message, str(target))
     make_folder(target.parent)
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=".amct-fx-")
     try:
@@ -178,11 +186,12 @@ def make_folder(folder: Path) -> None:
     """Make a folder and its parents, each with the same mode.
 
     Raises:
-        NotADirectoryError: One of them is a file; names it.
+        AmctNotADirectoryError: One of them is a file; names it.
     """
     if folder.exists():
         if not folder.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "this is a file, not a folder", str(folder))
+            message = "this is a file, not a folder"
+            raise AmctNotADirectoryError(errno.ENOTDIR, message, str(folder))
         return
     make_folder(folder.parent)
     folder.mkdir(mode=_FOLDER_MODE, exist_ok=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from amct_fx.errors import ModelTypeError
 from amct_fx.graph.attributes import resolved
 from amct_fx.graph.guards import Unregistered
 from amct_fx.graph.runtime_guard import OPEN, Guard, guarded_forward
@@ -99,11 +100,11 @@ def fx_graph_of(module: nn.Module) -> fx.Graph:
         module: A prepared or converted model, or a traced part of one.
 
     Raises:
-        TypeError: If ``module`` runs its own Python code.
+        ModelTypeError: If ``module`` runs its own Python code.
     """
     if not isinstance(module, GraphForward):
         message = f"{type(module).__name__} runs its own forward, not a traced graph"
-        raise TypeError(message)
+        raise ModelTypeError(message)
     return module._fx_graph
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantizeBase
 
+from amct_fx.errors import ArgumentTypeError
 from amct_fx.nn.become import become, drop_reparametrization, float_class_of, shared_as
 from amct_fx.nn.geometry import make_weight_fake_quant
 from amct_fx.nn.integer import BatchNormAffine, integer_weight
@@ -59,7 +60,7 @@ class QATLayer(nn.Module):
             qconfig: Constructors of the fake-quantizers; default ``module.qconfig``.
 
         Raises:
-            TypeError: If ``module`` is of another class, or no ``qconfig`` is known.
+            ArgumentTypeError: If ``module`` is of another class, or no ``qconfig`` is known.
 
         Example:
             >>> import torch
@@ -77,7 +78,7 @@ class QATLayer(nn.Module):
                 f"{cls.__name__}.from_float takes a torch.nn.{cls.float_class.__name__} and a "
                 f"QConfig, not {type(module).__name__} and {qconfig!r}"
             )
-            raise TypeError(message)
+            raise ArgumentTypeError(message)
         layer = shared_as(module, cls)
         layer.attach(qconfig)
         layer.own_input_fake_quant(qconfig.activation)

@@ -8,7 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from amct_fx.errors import ConfigError, ConfigTypeError, ModelTypeError, did_you_mean
+from amct_fx.errors import (
+    ArgumentTypeError,
+    ConfigError,
+    ConfigTypeError,
+    ModelTypeError,
+    did_you_mean,
+)
 
 MIN_BITS = 2
 MAX_BITS = 16
@@ -91,7 +97,7 @@ def check_floating(x: object, what: str) -> None:
 
 
 def check_keywords(cls: type, keywords: dict[str, Any]) -> None:
-    """Raise ``TypeError`` if ``cls(**keywords)`` would meet an unknown keyword.
+    """Raise ArgumentTypeError if ``cls(**keywords)`` would meet an unknown keyword.
 
     Example:
         >>> class Quantizer:
@@ -99,7 +105,8 @@ def check_keywords(cls: type, keywords: dict[str, Any]) -> None:
         >>> check_keywords(Quantizer, {"num_bit": 4})
         Traceback (most recent call last):
         ...
-        TypeError: Quantizer got an unexpected keyword argument 'num_bit'; did you mean 'num_bits'?
+        amct_fx.errors.ArgumentTypeError: Quantizer got an unexpected keyword argument \
+'num_bit'; did you mean 'num_bits'?
     """
     parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
@@ -109,4 +116,4 @@ def check_keywords(cls: type, keywords: dict[str, Any]) -> None:
         if name not in known:
             hint = did_you_mean(name, known) or f"; the keywords are {', '.join(known)}"
             message = f"{cls.__name__} got an unexpected keyword argument {name!r}{hint}"
-            raise TypeError(message)
+            raise ArgumentTypeError(message)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from amct_fx.errors import PruneError, did_you_mean
+from amct_fx.errors import LayerNameError, PruneError, did_you_mean
 from amct_fx.prune.choices import as_mask, check_choice, unit_stays, whole_numbers
 from amct_fx.prune.levels import Level, check_levels
 from amct_fx.prune.plan_costs import cost_after, parameters_gone, remaining_sizes
@@ -227,12 +227,14 @@ class PrunePlan:
         """Return the first group of a producer.
 
         Raises:
-            KeyError: If none of its channels may go.
+            LayerNameError: If none of its channels may go.
         """
         for group in self.groups:
             if producer in group.producers:
                 return group
-        raise KeyError(producer)
+        names = [name for group in self.groups for name in group.producers]
+        message = f"no channel of {producer!r} may go{did_you_mean(producer, names)}"
+        raise LayerNameError(message)
 
     # Masks
 

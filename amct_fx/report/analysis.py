@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TextIO
 
 from amct_fx.config.writer import fields_to_text
+from amct_fx.errors import LayerNameError, did_you_mean
 from amct_fx.report import table
 
 if TYPE_CHECKING:
@@ -109,23 +110,30 @@ class Suggestion:
         value: The metric with these layers float and all others quantized.
         gain: By how much that is better than all layers quantized.
         reached: Whether it is as good as wanted; ``None`` if nothing was asked for.
+        overrides: Overrides of the configuration that quantize some of them: these beat a skip.
     """
 
     layers: tuple[str, ...]
     value: float
     gain: float
     reached: bool | None = None
+    overrides: tuple[str, ...] = ()
 
     @property
     def cfg(self) -> str:
-        """Lines for the ``.cfg`` file.
+        """Lines for the ``.cfg`` file; a comment names each override that has to go from it.
 
         Example:
             >>> print(Suggestion(("stem", "head"), 0.98, 0.004).cfg)
             quant_skip_layers: "stem"
             quant_skip_layers: "head"
         """
-        return fields_to_text({"quant_skip_layers": self.layers}).rstrip("\n")
+        comments = [
+            f"# the override for {override} beats a skip: let it leave these layers out"
+            for override in self.overrides
+        ]
+        skips = fields_to_text({"quant_skip_layers": self.layers}).rstrip("\n")
+        return "\n".join([*comments, skips])
 
     def text(self, metric: str) -> str:
         """Return the suggestion as a comment and lines of a ``.cfg`` file."""
@@ -179,9 +187,13 @@ class Analysis:
         """Return the entry of one layer.
 
         Raises:
-            KeyError: No quantized layer has that name.
+            LayerNameError: No quantized layer that ran has that name.
         """
-        return {layer.name: layer for layer in self.layers}[name]
+        layers = {layer.name: layer for layer in self.layers}
+        if name not in layers:
+            message = f"no layer {name!r} was measured{did_you_mean(name, layers)}"
+            raise LayerNameError(message)
+        return layers[name]
 
     @property
     def headline(self) -> str:
@@ -212,7 +224,9 @@ class Analysis:
 
     def to_markdown(self) -> str:
         """Return the table in Markdown, the headline above, suggestions below."""
-        parts = [table.escaped(self.headline), table.markdown(self.records())]
+        parts = [table.escaped(self.headline)]
+        if self.layers:
+            parts.append(table.markdown(self.records()))
         if self.suggestions:
             parts.append(f"```protobuf\n{self._suggested()}\n```")
         parts += [f"- {table.escaped(note)}" for note in self.notes]

@@ -8,7 +8,7 @@ each costs half a forward pass on average.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,13 +19,14 @@ from torch.ao.quantization import FakeQuantizeBase
 from amct_fx.config.messages import listing
 from amct_fx.copying import copy_model
 from amct_fx.distributed import RangeMerger
-from amct_fx.errors import InputDataError, ModelStateError, ModelTypeError
+from amct_fx.errors import ArgumentTypeError, InputDataError, ModelStateError, ModelTypeError
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import QuantizedLayer
 from amct_fx.report.analysis import Analysis, Suggestion
 from amct_fx.report.batches import Batches, Forward
 from amct_fx.report.graph_view import graph_view
 from amct_fx.report.lookup import unwrapped
+from amct_fx.report.preparation import preparation_of
 from amct_fx.report.progress import Progress, ProgressReport, progress_bars
 from amct_fx.report.study import Judge, Metric, Study
 from amct_fx.report.summary import summarize
@@ -80,6 +81,7 @@ def analyze(
         The figures of each layer, a ranking, and suggestions as lines of a ``.cfg`` file.
 
     Raises:
+        ArgumentTypeError: ``metric`` is no function, or ``num_batches`` no number.
         InputDataError: No batch, one that the model cannot take, a metric that is no number, or
             a float model that has none of the layers.
         ModelStateError: ``model`` is not prepared, not calibrated, or converted already.
@@ -103,6 +105,7 @@ def analyze(
     usable, notes = _calibrated_layers(model)
     batches = Batches(data, num_batches)
     summary = summarize(model)
+    _check_metric(metric)
     judge = Judge(metric, greater_is_better)
     _check_names(float_model, model, usable)
     copy = copy_model(model).eval()
@@ -122,9 +125,8 @@ def analyze(
         )
         study.measure(batches, report)
         found = study.result(summary, graph_view(model), notes)
-        return replace(
-            found, suggestions=_suggest(study, found, batches, wanted, max_skips, report)
-        )
+        suggestions = _suggest(study, found, batches, wanted, max_skips, report)
+        return replace(found, suggestions=_with_overrides(suggestions, model))
 
 
 def _module(model: object) -> nn.Module:
@@ -139,6 +141,12 @@ def _float_module(model: object) -> nn.Module | None:
         message = f"float_model must be a torch.nn.Module or None, not {type(model).__name__}"
         raise ModelTypeError(message)
     return None if model is None else unwrapped(model)
+
+
+def _check_metric(metric: object) -> None:
+    if metric is not None and not callable(metric):
+        message = f"metric must be a function metric(output, batch), not {metric!r}"
+        raise ArgumentTypeError(message)
 
 
 def _check_names(float_model: nn.Module | None, model: nn.Module, names: list[str]) -> None:
@@ -226,6 +234,22 @@ def _suggest(
         if reached:
             break
     return tuple(suggestions)
+
+
+def _with_overrides(suggestions: Iterable[Suggestion], model: nn.Module) -> tuple[Suggestion, ...]:
+    """Add the overrides of the model's configuration that would beat the skips."""
+    preparation = preparation_of(model)
+    decisions = () if preparation is None else preparation.layers
+    overrides = {decision.name: decision.override for decision in decisions}
+    return tuple(
+        replace(
+            item,
+            overrides=tuple(
+                dict.fromkeys(found for name in item.layers if (found := overrides.get(name)))
+            ),
+        )
+        for item in suggestions
+    )
 
 
 def _by_usefulness(found: Analysis) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amct_fx.errors import InputDataError
+from amct_fx.errors import ArgumentTypeError, InputDataError
 
 __all__ = ["Batches", "Forward", "moved", "run_batch", "samples_in", "tensors_in"]
 
@@ -26,6 +26,7 @@ class Batches:
         number: At most so many batches; ``None`` for all.
 
     Raises:
+        ArgumentTypeError: ``number`` is none.
         InputDataError: It is nothing of these, or holds no batch.
 
     Example:
@@ -36,6 +37,9 @@ class Batches:
     """
 
     def __init__(self, data: Any, number: int | None = None) -> None:
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
+            message = f"num_batches must be a number or None, not {number!r}"
+            raise ArgumentTypeError(message)
         if number is not None and number < 1:
             message = f"num_batches must be at least 1, got {number}"
             raise InputDataError(message)
@@ -65,12 +69,18 @@ class Batches:
         return self.length or 0
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches."""
-        found = False
-        for batch in self._data:
-            found = True
+        """Yield the batches.
+
+        Raises:
+            InputDataError: There is none, or one without any sample.
+        """
+        number = -1
+        for number, batch in enumerate(self._data):
+            if samples_in(batch) == 0:
+                message = f"batch {number} holds no sample ({_shapes(batch)})"
+                raise InputDataError(message)
             yield batch
-        if not found:
+        if number < 0:
             raise InputDataError(_EMPTY)
 
 

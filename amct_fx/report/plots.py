@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from amct_fx.config.files import replacing
+from amct_fx.config.files import make_folder, replacing
 from amct_fx.report.prune_picture import prune_picture
 from amct_fx.report.recorder import history_of
 from amct_fx.report.table import one_line, optional, shortened
@@ -24,6 +24,8 @@ __all__ = ["save_png"]
 
 _INPUT, _WEIGHT, _CLIP, _FAINT = "#0b62b8", "#b4540a", "#c2185b", "#5b6675"
 _PER_PICTURE = 12
+_MOST_PIXELS = 32_000
+"""Of one side of a picture; matplotlib draws none of 65,536, and few programs show that many."""
 
 
 def save_png(
@@ -38,7 +40,7 @@ def save_png(
     Args:
         folder: Where to; made if need be.
         analysis: What :func:`amct_fx.analyze` returned.
-        recorder: History of the training: ``loss`` and ``clips``.
+        recorder: History of the training: ``loss`` and ``clips_1`` ….
         prune_plan: What ``amct_fx.prune_plan`` returned: ``prune_plan``; by default the plan of the
             model.
 
@@ -46,11 +48,12 @@ def save_png(
         The paths of the files.
 
     Raises:
+        AmctNotADirectoryError: ``folder`` is a file.
         MissingExtraError: matplotlib is not installed.
     """
     optional("matplotlib", needed_for="drawing PNG files", install="amct-fx[report]")
     place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
+    make_folder(place)
     pictures: dict[str, Callable[[], Any]] = {"sqnr": lambda: _sqnr(analysis)}
     if any(layer.sensitivity is not None for layer in analysis.layers):
         pictures["sensitivity"] = lambda: _sensitivity(analysis)
@@ -60,7 +63,12 @@ def save_png(
         pictures[f"histograms_{start // _PER_PICTURE + 1}"] = functools.partial(_histograms, part)
     if recorder is not None:
         history = history_of(recorder)
-        pictures["clips"] = lambda: _clips(history)
+        names = list(history.clip_max)
+        for start in range(0, len(names), _PER_PICTURE):
+            some = names[start : start + _PER_PICTURE]
+            pictures[f"clips_{start // _PER_PICTURE + 1}"] = functools.partial(
+                _clips, history, some
+            )
         if history.scalars:
             pictures["loss"] = lambda: _scalars(history)
     plan = analysis.summary.plan if prune_plan is None else prune_plan
@@ -70,8 +78,9 @@ def save_png(
 
 
 def _write(path: Path, figure: Any) -> str:
+    longest = max(figure.get_size_inches())
     with replacing(path) as file:
-        figure.savefig(file, format="png", dpi=120)
+        figure.savefig(file, format="png", dpi=min(120.0, _MOST_PIXELS / longest))
     return str(path)
 
 
@@ -165,8 +174,7 @@ def _scalars(history: History) -> Any:
     return figure
 
 
-def _clips(history: History) -> Any:
-    names = list(history.clip_max)
+def _clips(history: History, names: list[str]) -> Any:
     figure, axes = _figure(8, 1.4 * len(names), len(names), 1)
     for axis, name in zip(axes, names, strict=True):
         axis.plot(history.steps, history.clip_max[name], color=_INPUT)

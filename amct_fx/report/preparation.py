@@ -29,11 +29,19 @@ _ATTRIBUTE = "_amct_preparation"
 
 @dataclass(frozen=True)
 class LayerDecision:
-    """One layer of a quantizable type; ``reason`` says why it stays float, else ``None``."""
+    """One layer of a quantizable type.
+
+    Attributes:
+        name: Its name.
+        layer_type: Its class.
+        reason: Why it stays float, ``None`` if it does not.
+        override: The override that quantizes it, such as ``"type 'Linear'"``; it beats any skip.
+    """
 
     name: str
     layer_type: str
     reason: str | None
+    override: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,7 @@ class Preparation:
                 layer.name,
                 layer.layer_type,
                 None if layer.name in quantized else _why_float(layer, specs.get(layer.name)),
+                _override_of(specs.get(layer.name), recipe.config),
             )
             for layer in facts.layers
             if layer.name not in elsewhere
@@ -110,6 +119,14 @@ class Preparation:
         quantized = sum(layer.reason is None for layer in self.layers)
         parts = f", {counted(len(self.islands), 'part')} not traced" if self.islands else ""
         return f"prepared {quantized} of {len(self.layers)} layers{parts}"
+
+
+def _override_of(spec: LayerSpec | None, config: CompressionConfig | None) -> str:
+    """Return the override that quantizes a layer even if it is skipped, ``""`` for none."""
+    if spec is None or not spec.quantize or config is None or config.resolved:
+        return ""
+    origins = (spec.activation_origin, spec.weight_origin)
+    return next((item.label for item in origins if item.level in ("layer", "type")), "")
 
 
 def _why_float(layer: LayerFacts, spec: LayerSpec | None) -> str:

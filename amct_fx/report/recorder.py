@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amct_fx.control import plain_name
-from amct_fx.errors import ModelStateError
+from amct_fx.errors import ArgumentError, ModelStateError
 from amct_fx.observers import ULQFakeQuantize
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class TrainingRecorder:
         writer: Gets each recorded value at once, for example TensorBoard's ``SummaryWriter``.
 
     Raises:
+        ArgumentError: ``every`` is below 1 or ``max_records`` below 2.
         ModelStateError: The model has no learned ranges.
 
     Example:
@@ -87,7 +88,7 @@ class TrainingRecorder:
     ) -> None:
         if every < 1 or max_records < 2:
             message = "every must be at least 1 and max_records at least 2"
-            raise ValueError(message)
+            raise ArgumentError(message)
         self._quantizers = {
             _shown(name): module
             for name, module in model.named_modules()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -157,6 +158,10 @@ class Study:
         """Return the figures, without suggestions."""
         silent = [name for name, sums in self._sums.items() if not sums.calls]
         missing = [f"no batch reached {', '.join(silent)}"] if silent else []
+        if not math.isfinite(self._value("float")) or not math.isfinite(self._value("quantized")):
+            missing.append(
+                "the metric is NaN or infinite: look for such values in the data and in the model"
+            )
         return Analysis(
             layers=tuple(
                 sums.result(self._sensitivity_of(name) if self._sensitivity else None)

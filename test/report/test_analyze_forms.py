@@ -6,6 +6,7 @@ import json
 import math
 from collections import OrderedDict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from amct_fx import (
+    ArgumentTypeError,
     InputDataError,
     ModelStateError,
     ModelTypeError,
     analyze,
     convert_amct,
+    load_config,
     prepare_qat_amct,
 )
 from test.networks import NetWithIsland, example
@@ -280,3 +283,76 @@ def test_a_model_without_float_outputs_needs_a_metric() -> None:
         prepared, model, data, metric=lambda output, batch: (output == batch[1]).double().mean()
     )
     assert found.float_value == 1.0
+
+
+def test_an_override_that_beats_the_suggested_skip_is_named() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    cfg = """
+      override_layer_types { layer_type: "Linear" retrain_weight_quant_config { ulq_retrain { } } }
+      override_layer_configs { layer_name: "0" retrain_data_quant_config { ulq_quantize { } } }
+    """
+    prepared = prepare_qat_amct(net, cfg)
+    x = torch.randn(16, 8)
+    prepared(x)
+    found = analyze(prepared, net, x, wanted=0.0, progress=False)
+    (last,) = found.suggestions[-1:]
+    assert set(last.overrides) == {"layer '0'", "type 'Linear'"}
+    assert "# the override for type 'Linear' beats a skip" in last.cfg
+    assert load_config(last.cfg).quant_skip_layers == last.layers
+
+
+def test_without_an_override_there_is_nothing_to_say_of_it() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    prepared = prepare_qat_amct(net, "batch_num: 1")
+    x = torch.randn(16, 8)
+    prepared(x)
+    found = analyze(prepared, net, x, wanted=0.0, progress=False)
+    assert [item.overrides for item in found.suggestions] == [()] * len(found.suggestions)
+
+
+def test_a_model_of_which_no_layer_runs_has_a_report_all_the_same(tmp_path: Path) -> None:
+    class Passes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x) if x.shape[0] > 9 else x * 1
+
+    prepared = prepare_qat_amct(Passes().eval())
+    prepared(torch.randn(10, 4))
+    found = analyze(prepared, None, torch.randn(2, 4), progress=False)
+    assert found.layers == ()
+    assert "no batch reached fc" in found.to_markdown()
+    found.save_html(tmp_path / "page.html")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"metric": "accuracy"}, r"metric must be a function metric\(output, batch\)"),
+        ({"num_batches": "2"}, "num_batches must be a number or None, not '2'"),
+    ],
+)
+def test_arguments_of_the_wrong_type_are_named(options: dict[str, Any], message: str) -> None:
+    prepared = prepare_qat_amct(nn.Sequential(nn.Linear(4, 4)))
+    x = torch.randn(2, 4)
+    prepared(x)
+    with pytest.raises(ArgumentTypeError, match=message):
+        analyze(prepared, None, x, progress=False, **options)
+
+
+def test_a_batch_without_samples_is_named() -> None:
+    prepared = prepare_qat_amct(nn.Sequential(nn.Linear(4, 4)))
+    prepared(torch.randn(2, 4))
+    with pytest.raises(InputDataError, match=r"batch 1 holds no sample \(Tensor with"):
+        analyze(prepared, None, [torch.randn(2, 4), torch.zeros(0, 4)], progress=False)
+
+
+def test_nan_in_the_data_is_said_in_a_note() -> None:
+    prepared = prepare_qat_amct(nn.Sequential(nn.Linear(4, 4)))
+    prepared(torch.randn(2, 4))
+    found = analyze(prepared, None, torch.full((2, 4), torch.nan), progress=False)
+    assert "the metric is NaN or infinite" in found.notes[-1]

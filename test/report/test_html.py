@@ -246,7 +246,7 @@ def test_a_layer_of_the_network_leads_to_its_row(page: Page) -> None:
 
 def test_each_part_that_scrolls_can_be_reached_by_the_keyboard_and_has_a_name(page: Page) -> None:
     script = """[...document.querySelectorAll('.scroll, .graph')]
-        .map((e) => e.tabIndex === 0 && e.getAttribute('role') === 'region' && e.ariaLabel !== '')"""
+        .map((e) => e.tabIndex === 0 && e.role === 'region' && e.ariaLabel !== '')"""
     assert page.run(script) == [True, True, True]
     key = "new KeyboardEvent('keydown', { key: ' ' })"
     page.run(f"document.querySelector('[data-node=\"net.stem\"]').dispatchEvent({key})")
