@@ -8,6 +8,7 @@ section 9.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from amct_fx.config import FilterPruneConfig
 from amct_fx.errors import ArgumentTypeError, PruneError, did_you_mean
+from amct_fx.graph.shapes import propagate_shapes
 from amct_fx.nn.geometry import weight_geometry
 from amct_fx.nn.qat import QATLayer
 from amct_fx.observers import ULQFakeQuantize, ULQWeightFakeQuantize
@@ -76,6 +78,9 @@ def plan_pruning(
         PruneError: What is given does not fit the model.
     """
     if isinstance(given, PrunePlan):
+        if example_inputs is not None:  # they may be more than the shapes that a file holds
+            shapes = captured.facts or propagate_shapes(model, captured.regions, example_inputs)
+            given = replace(given, facts=shapes)
         check_fit(model, given, captured.regions)
         return Analysis(given)
     _check_given(model, given)

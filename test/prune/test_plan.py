@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from amct_fx import prepare_qat_amct
+from amct_fx import convert_amct, prepare_qat_amct, prune_plan
 from amct_fx.errors import ModelError, PruneError
 from amct_fx.prune import PrunePlan, remove_channels
 from test.prune import networks as nets
@@ -163,3 +164,27 @@ def test_a_pruned_model_can_be_pruned_again(model: nets.Net, plan: PrunePlan) ->
     again = plan_for(model, IMAGE)
     assert again["stem"].channels == 8
     assert_exact(model, again, IMAGE)
+
+
+class Named(nn.Module):
+    """Takes inputs that a file of a plan does not describe: a flag, and tensors by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.o = nn.Linear(4, 8), nn.Linear(6, 8), nn.Linear(8, 2)
+
+    def forward(self, left: Tensor, right: Tensor, *, scaled: bool = False) -> Tensor:
+        """Run on ``[N, 4]`` and ``[N, 6]``."""
+        y = self.a(left) + self.b(right)
+        z: Tensor = self.o((2 * y if scaled else y).relu())
+        return z
+
+
+def test_a_plan_from_a_file_is_used_with_the_example_inputs_of_prepare() -> None:
+    model, cfg = Named(), CFG.replace("0.5", "0.25")
+    inputs = {"left": torch.randn(3, 4), "right": torch.randn(3, 6), "scaled": True}
+    plan = PrunePlan.from_json(prune_plan(model, cfg, inputs).to_json()).with_kept("a", [1, 5])
+    prepared = prepare_qat_amct(model, cfg, inputs, plan=plan).eval()
+    converted: Any = convert_amct(prepared).eval()
+    assert converted.b.out_features == 2
+    assert torch.allclose(converted(**inputs), prepared(**inputs), atol=1e-6)
