@@ -23,7 +23,7 @@ from amct_fx.graph.guards import constants_removed
 if TYPE_CHECKING:
     from torch import nn
 
-    from amct_fx.config import LayerFacts, ModelFacts, PruneMode
+    from amct_fx.config import LayerFacts, LinearChannelWise, ModelFacts, PruneMode
     from amct_fx.distributed import RangeMergeRule
     from amct_fx.outputs import Outputs
 
@@ -41,7 +41,7 @@ class PrepareOptions:
     """
 
     fixed_min_rule: FixedMinRule = "relu"
-    linear_channel_wise: bool = False
+    linear_channel_wise: LinearChannelWise = False
     reused: Reuse = "float"
     functional: bool = False
     range_merge: RangeMergeRule = "mean"
@@ -51,6 +51,7 @@ class PrepareOptions:
         """Check the options that have a fixed set of values."""
         check_choices(
             fixed_min_rule=(self.fixed_min_rule, ("relu", "nonnegative")),
+            linear_channel_wise=(self.linear_channel_wise, (False, True, "all")),
             reused=(self.reused, ("float", "quantize")),
             range_merge=(self.range_merge, ("mean", "max")),
             outputs=(self.outputs, ("float", "quantize")),

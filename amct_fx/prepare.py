@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch import nn
     from typing_extensions import Unpack
 
+    from amct_fx.config import LinearChannelWise
     from amct_fx.graph import FixedMinRule
     from amct_fx.prune.options import PruneKeywords
     from amct_fx.pruning import Choice
@@ -59,7 +60,7 @@ def prepare_qat_amct(
     *,
     inplace: bool = False,
     fixed_min_rule: FixedMinRule = "relu",
-    linear_channel_wise: bool = False,
+    linear_channel_wise: LinearChannelWise = False,
     strict: bool = False,
     reused: Reuse = "float",
     functional: bool = False,
@@ -90,7 +91,9 @@ def prepare_qat_amct(
         inplace: Change ``model`` itself. It is still unchanged if an error is raised.
         fixed_min_rule: When an input range starts at 0, if the configuration does not say:
             ``"relu"`` behind a ReLU (as AMCT), ``"nonnegative"`` wherever no value can be negative.
-        linear_channel_wise: Allow one weight scale for each output of a Linear, by name.
+        linear_channel_wise: Allow one weight scale for each output of a Linear, by name; ``"all"``
+            gives every Linear that many unless the configuration says ``channel_wise: false``.
+            onnxruntime and torch-npu take such files, ATC does not.
         reused: What happens to layers that one forward calls several times, and to layers that
             share a weight: ``"float"`` leaves them float as AMCT, ``"quantize"`` gives them one
             weight quantizer and one input quantizer for all calls.

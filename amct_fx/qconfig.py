@@ -14,6 +14,7 @@ from amct_fx.config import (
     ActivationConfig,
     CompressionConfig,
     LayerSpec,
+    LinearChannelWise,
     ModelFacts,
     Resolution,
     WeightConfig,
@@ -49,7 +50,7 @@ def get_qconfig_mapping(
     cfg: str | Mapping[str, Any] | CompressionConfig | None,
     model: nn.Module,
     *,
-    linear_channel_wise: bool = False,
+    linear_channel_wise: LinearChannelWise = False,
     reused: Reuse = "float",
     dialect: str = "auto",
     name_map: Mapping[str, str] | None = None,
@@ -63,7 +64,7 @@ def get_qconfig_mapping(
     Args:
         cfg: Path or text of a ``.cfg``, a :class:`CompressionConfig`, or ``None`` for the defaults.
         model: The float model; it is not changed.
-        linear_channel_wise: Allow one weight scale per output of a Linear by name.
+        linear_channel_wise: As for :func:`amct_fx.prepare_qat_amct`.
         reused: As for :func:`amct_fx.prepare_qat_amct`.
         dialect: As for :func:`amct_fx.prepare_qat_amct`.
         name_map: As for :func:`amct_fx.prepare_qat_amct`.

@@ -53,6 +53,16 @@ def test_recipe_and_state_come_back(tmp_path, stage, network):
     assert repr(restored) == repr(model)
 
 
+def test_a_scale_for_each_output_of_every_linear_comes_back_and_converts(tmp_path):
+    model = trained(Net(), None, linear_channel_wise="all")
+    assert model.head.weight_fake_quant.scale.shape == (4,)
+    save_checkpoint(model, tmp_path / "model.pt")
+    restored, _ = load_checkpoint(tmp_path / "model.pt", Net())
+    expected = model.eval()(example())
+    assert torch.equal(restored.eval()(example()), expected)
+    torch.testing.assert_close(convert_amct(restored)(example()), expected, rtol=1e-3, atol=1e-3)
+
+
 def test_options_come_back(tmp_path):
     model = trained(Pyramid(), None, reused="quantize", fixed_min_rule="nonnegative")
     save_checkpoint(model, tmp_path / "model.pt")

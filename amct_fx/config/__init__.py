@@ -26,6 +26,7 @@ from amct_fx.config.schema import (
 from amct_fx.config.specs import (
     LayerFacts,
     LayerSpec,
+    LinearChannelWise,
     ModelFacts,
     Origin,
     PruneMode,
@@ -40,6 +41,7 @@ __all__ = [
     "LayerFacts",
     "LayerOverride",
     "LayerSpec",
+    "LinearChannelWise",
     "M4N2PruneConfig",
     "ModelFacts",
     "Origin",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from amct_fx.choices import check_choices
 from amct_fx.config.dialect import check_dialect, detect_dialect
 from amct_fx.config.layer_types import CONV_TYPES
 from amct_fx.config.messages import listing, warn
@@ -25,7 +26,14 @@ from amct_fx.config.schema import (
     TypeOverride,
     WeightConfig,
 )
-from amct_fx.config.specs import LayerFacts, LayerSpec, ModelFacts, Origin, Resolution
+from amct_fx.config.specs import (
+    LayerFacts,
+    LayerSpec,
+    LinearChannelWise,
+    ModelFacts,
+    Origin,
+    Resolution,
+)
 from amct_fx.errors import ModelError
 
 __all__ = ["LayerFacts", "LayerSpec", "ModelFacts", "Origin", "Resolution", "resolve"]
@@ -35,7 +43,7 @@ def resolve(
     config: CompressionConfig,
     facts: ModelFacts,
     *,
-    linear_channel_wise: bool = False,
+    linear_channel_wise: LinearChannelWise = False,
     dialect: str = "auto",
     rules: Rules = RETRAIN,
 ) -> Resolution:
@@ -44,7 +52,8 @@ def resolve(
     Args:
         config: The configuration.
         facts: Facts about the model.
-        linear_channel_wise: Accept ``channel_wise: true`` in the override of a Linear by name.
+        linear_channel_wise: Accept ``channel_wise: true`` in the override of a Linear by name;
+            ``"all"`` takes it for each Linear for which the configuration does not say false.
         dialect: ``"auto"``, ``"pytorch"`` or ``"mindspore"``; there is more to warn of in the last.
         rules: Those of training, or of distillation.
 
@@ -59,6 +68,7 @@ def resolve(
         (True, False)
     """
     check_dialect(dialect)
+    check_choices(linear_channel_wise=(linear_channel_wise, (False, True, "all")))
     if dialect == "auto":
         dialect = detect_dialect(config)
     prune = config.has_prune_message
@@ -208,14 +218,18 @@ def _check_model(facts: ModelFacts, rules: Rules, *, quantize: bool, prune: bool
         raise ModelError(message)
 
 
-def _decide_channel_wise(specs: list[LayerSpec], *, linear_channel_wise: bool) -> list[LayerSpec]:
+def _decide_channel_wise(
+    specs: list[LayerSpec], *, linear_channel_wise: LinearChannelWise
+) -> list[LayerSpec]:
     """Make ``channel_wise`` a bool everywhere."""
     flattened = []
     result = []
     for spec in specs:
         channel_wise = spec.weight.channel_wise
         is_linear = spec.layer_type == "Linear"
-        if channel_wise is None:
+        if linear_channel_wise == "all":
+            channel_wise = channel_wise is not False
+        elif channel_wise is None:
             channel_wise = not is_linear
         elif channel_wise and is_linear and spec.weight_origin.level != "layer":
             channel_wise = False

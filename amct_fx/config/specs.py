@@ -17,9 +17,21 @@ from amct_fx.config.schema import (
     WeightConfig,
 )
 
-__all__ = ["LayerFacts", "LayerSpec", "Level", "ModelFacts", "Origin", "PruneMode", "Resolution"]
+__all__ = [
+    "LayerFacts",
+    "LayerSpec",
+    "Level",
+    "LinearChannelWise",
+    "ModelFacts",
+    "Origin",
+    "PruneMode",
+    "Resolution",
+]
 
 Level: TypeAlias = Literal["default", "global", "type", "layer"]
+LinearChannelWise: TypeAlias = bool | Literal["all"]
+"""Which Linear layers may have a scale for each output: none, by name, or all."""
+
 PruneMode: TypeAlias = Literal["native", "amct"]
 """Which layers can be pruned: all that are safe, or those of AMCT."""
 

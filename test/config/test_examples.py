@@ -194,6 +194,22 @@ def test_channel_wise_for_one_linear_by_name_needs_the_option() -> None:
     assert messages == []
 
 
+@pytest.mark.parametrize("value", ["", "channel_wise: true", "channel_wise: false"])
+def test_all_linears_have_a_scale_per_output_unless_the_file_says_false(value: str) -> None:
+    text = f"""retrain_weight_quant_config {{ arq_retrain {{ {value} }} }}
+override_layer_configs {{ layer_name: "l2"
+  retrain_weight_quant_config {{ arq_retrain {{ channel_wise: false }} }} }}"""
+    resolution, messages = resolved(text, MODEL_C, linear_channel_wise="all")
+    wise = {name: spec.weight.channel_wise for name, spec in resolution.layers.items()}
+    assert wise == {name: name != "l2" and "false" not in value for name in wise}
+    assert messages == []
+
+
+def test_another_value_of_linear_channel_wise_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"linear_channel_wise must be .*'all', not 'each'"):
+        resolved(None, MODEL_C, linear_channel_wise="each")
+
+
 def test_a_data_half_by_name_leaves_a_global_channel_wise_global() -> None:
     text = """retrain_weight_quant_config { arq_retrain { channel_wise: true } }
 override_layer_configs { layer_name: "fc" retrain_data_quant_config { ulq_quantize { } } }"""
