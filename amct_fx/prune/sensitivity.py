@@ -108,8 +108,8 @@ def samples_of(data: Any, count: int | None = None) -> Samples:
     """Return single samples with a batch axis of 1, or the batches of an iterable as they are.
 
     Args:
-        data: ``[inputs, targets]``, two tensors, or tuples of them, with the samples along axis 0;
-            or an iterable of such pairs.
+        data: ``[inputs, targets]`` with the samples along axis 0: two tensors, a tuple of inputs
+            and a tensor, or a tensor and a tuple of targets; or an iterable of such pairs.
         count: How many to take; ``None`` for all. A loader is not read further.
 
     Raises:
@@ -119,13 +119,13 @@ def samples_of(data: Any, count: int | None = None) -> Samples:
         >>> [x.shape for x, _ in samples_of([torch.zeros(3, 4), torch.zeros(3)])]
         [torch.Size([1, 4]), torch.Size([1, 4]), torch.Size([1, 4])]
     """
-    if isinstance(data, (list, tuple)) and len(data) == 2 and isinstance(data[1], Tensor):
-        inputs, targets = data
-        found = len(inputs[0] if isinstance(inputs, tuple) else inputs)
-        if found != len(targets):
-            message = f"data holds {found} inputs, but {len(targets)} targets"
+    if isinstance(data, (list, tuple)) and len(data) == 2 and _are_targets(*data):
+        inputs, targets = data[0], tuple(data[1]) if isinstance(data[1], list) else data[1]
+        found, wanted = (len(v[0] if isinstance(v, tuple) else v) for v in (inputs, targets))
+        if found != wanted:
+            message = f"data holds {found} inputs, but {wanted} targets"
             raise InputDataError(message)
-        return [(_sample(inputs, i), targets[i : i + 1]) for i in range(found)][:count]
+        return [(_sample(inputs, i), _sample(targets, i)) for i in range(found)][:count]
     message = "data must be [inputs, targets], or an iterable of such pairs"
     if isinstance(data, (Tensor, str)) or not isinstance(data, Iterable):
         raise InputDataError(message)
@@ -135,6 +135,14 @@ def samples_of(data: Any, count: int | None = None) -> Samples:
             raise InputDataError(message)
         samples.append((item[0], item[1]))
     return samples
+
+
+def _are_targets(inputs: Any, targets: Any) -> bool:
+    """Say whether both hold all samples; ``[(x, y), (x, y)]`` are two pairs."""
+    several = isinstance(inputs, Tensor) and isinstance(targets, (tuple, list)) and bool(targets)
+    return isinstance(targets, Tensor) or (
+        several and all(isinstance(target, Tensor) for target in targets)
+    )
 
 
 def _sample(inputs: Any, index: int) -> Any:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from amct_fx import (
+    AmctError,
     AmctWarning,
     convert_amct,
     load_config,
@@ -358,3 +359,25 @@ def test_the_function_of_amct_writes_a_file_for_create(tmp_path):
     assert plan.macs / plan.macs_after >= 1.5
     with pytest.raises(TypeError, match="input_data"):
         amct.auto_channel_prune_search(model(), str(config), tuple(data()), out)
+
+
+@pytest.mark.filterwarnings("ignore::amct_fx.AmctWarning")
+def test_a_model_with_several_outputs_takes_a_target_for_each():
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 16), nn.Linear(16, 2), nn.Linear(16, 3)
+
+        def forward(self, x):
+            x = self.a(x).relu()
+            return [self.b(x), self.c(x)]
+
+    torch.manual_seed(0)
+    model, x = Heads(), torch.randn(4, 4)
+    targets = [torch.randn(4, 2), torch.randn(4, 3)]
+    text = "compress_ratio: 1.5 ascend_optimized: false test_iteration: 4"
+    found = search_channel_pruning(model, text, [x, targets])
+    pairs = [(x[i : i + 1], tuple(t[i : i + 1] for t in targets)) for i in range(4)]
+    assert found.plan.groups == search_channel_pruning(model, text, pairs).plan.groups
+    with pytest.raises(AmctError, match="4 inputs, but 3 targets"):
+        search_channel_pruning(model, text, [x, tuple(t[:3] for t in targets)])
