@@ -12,6 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from amct_fx.errors import ModelError, ModelStateError, ModelTypeError
+from amct_fx.graph import check_parts
 from amct_fx.nn.matmul import QATMatMul
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import QuantizedLayer
@@ -70,9 +71,10 @@ def check_prepared_model(
 
     Raises:
         ModelTypeError: ``model`` is no ``nn.Module``.
-        ModelStateError: It is not prepared, already converted, or wrapped.
+        ModelStateError: It is not prepared, already converted, or wrapped, or a layer was replaced.
     """
     module = _as_module(model)
+    check_parts(module)
     parts = list(module.modules())
     for part in parts:
         _refuse_wrapper(part, "the model", advice="convert the module inside")

@@ -18,6 +18,7 @@ from amct_fx.graph.facts import (
 from amct_fx.graph.lift import is_functional_layer, lift_functional_layers
 from amct_fx.graph.region import (
     GraphForward,
+    check_parts,
     fx_graph_of,
     guard_of,
     install_graph,
@@ -38,6 +39,7 @@ __all__ = [
     "as_call",
     "batch_norm_after",
     "capture",
+    "check_parts",
     "fx_graph_of",
     "guard_of",
     "initial_hidden_state",

@@ -10,12 +10,14 @@ working.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import fx, nn
 
-from amct_fx.errors import ModelTypeError
+from amct_fx.errors import ModelStateError, ModelTypeError
 from amct_fx.graph.attributes import resolved
 from amct_fx.graph.guards import Unregistered
 from amct_fx.graph.runtime_guard import OPEN, Guard, guarded_forward
@@ -24,6 +26,7 @@ from amct_fx.graph.serialize import GraphRecord, graph_from_record, graph_to_rec
 __all__ = [
     "GraphForward",
     "PlainModule",
+    "check_parts",
     "fx_graph_of",
     "guard_of",
     "install_graph",
@@ -70,6 +73,7 @@ def install_graph(module: nn.Module, graph: fx.Graph, guard: Guard = OPEN) -> No
     generated = fx.GraphModule(nn.Module(), fx.Graph())  # only the code is of interest
     generated.graph = graph
     run: Callable[..., Any] = type(generated).forward
+    run = _explaining(run)
     forward = run if guard.is_open else guarded_forward(guard, run, original)
     module.__class__ = _graph_class(original, forward)
     module.__dict__["_original_class"] = original
@@ -77,6 +81,50 @@ def install_graph(module: nn.Module, graph: fx.Graph, guard: Guard = OPEN) -> No
     module.__dict__["_watched_values"] = resolved(module, guard.watched)
     module.__dict__["_fx_graph"] = generated.graph
     generated.graph.owning_module = None
+
+
+def _explaining(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the generated forward; it says so where a layer that it calls was replaced."""
+
+    @functools.wraps(run)
+    def forward(self: GraphForward, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a graph break inside of try would stop the compiler
+            return run(self, *args, **kwargs)
+        try:
+            return run(self, *args, **kwargs)
+        except AttributeError:
+            check_parts(self)
+            raise
+
+    return forward
+
+
+def check_parts(model: nn.Module) -> None:
+    """Refuse a model of which a layer was replaced or removed after its graphs were made.
+
+    Raises:
+        ModelStateError: Names the layer, and what the graph misses.
+    """
+    for prefix, region in regions(model):
+        for node in region._fx_graph.nodes:
+            if node.op in ("call_module", "get_attr"):
+                _check_part(region, prefix, str(node.target))
+
+
+def _check_part(region: nn.Module, prefix: str, target: str) -> None:
+    """Follow a path of a graph through the modules."""
+    owner: Any = region
+    names = target.split(".")
+    for index, name in enumerate(names):
+        if not hasattr(owner, name):
+            place = ".".join([*([prefix] if prefix else []), *names[:index]])
+            where = f"layer {place!r}" if place else "the model"
+            message = (
+                f"{where} is a {type(owner).__name__} without {name!r} now, which the graph calls; "
+                "replace layers in the float model, and prepare that"
+            )
+            raise ModelStateError(message)
+        owner = getattr(owner, name)
 
 
 class PlainModule(nn.Module):

@@ -11,6 +11,7 @@ from torch import nn
 from amct_fx.config import M4N2PruneConfig
 from amct_fx.config.messages import counted
 from amct_fx.errors import ModelStateError
+from amct_fx.graph import check_parts
 from amct_fx.nn.qat import QATLayer
 from amct_fx.nn.quantized import QuantizedLayer
 from amct_fx.report import table
@@ -217,7 +218,7 @@ def summarize(model: nn.Module) -> Summary:
         ``.to_markdown()`` or ``.to_dataframe()``.
 
     Raises:
-        ModelStateError: If ``model`` was never prepared.
+        ModelStateError: If ``model`` was never prepared, or a layer was replaced since.
 
     Example:
         >>> from torch import nn
@@ -235,6 +236,7 @@ def summarize(model: nn.Module) -> Summary:
     if preparation is None:
         message = "the model was never prepared; call prepare_qat_amct first"
         raise ModelStateError(message)
+    check_parts(model)
     quantizers = input_quantizers(model)
     modules = dict(model.named_modules())
     prunings = _prunings(preparation, modules)

@@ -6,14 +6,15 @@ import copy
 import io
 import pickle
 import threading
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amct_fx import prepare_qat_amct
+from amct_fx import ModelStateError, convert_amct, prepare_qat_amct, summarize
 from amct_fx.graph import capture, fx_graph_of, install_graph, regions
 
 
@@ -175,3 +176,25 @@ def test_a_part_of_a_traced_container_runs_its_own_layers(x):
     expected = prepared.layers(x)
     assert torch.equal(prepared(x), expected)
     assert type(prepared.layers[1:]) is nn.Sequential
+
+
+@pytest.mark.parametrize(
+    ("replacement", "message"),
+    [
+        (nn.Linear(4, 4), "layer '1.0' is a Linear without 'input_fake_quant' now"),
+        (None, "layer '1' is a Sequential without '0' now"),
+    ],
+)
+@pytest.mark.parametrize("use", [convert_amct, summarize, lambda model: model(torch.ones(2, 4))])
+def test_a_layer_that_was_replaced_after_prepare_is_named(
+    use: Callable[[nn.Module], Any], replacement: nn.Module | None, message: str
+):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())).eval()
+    prepared = prepare_qat_amct(model)
+    prepared(torch.ones(2, 4))
+    if replacement is None:
+        del prepared[1]._modules["0"]
+    else:
+        prepared[1][0] = replacement
+    with pytest.raises(ModelStateError, match=message):
+        use(prepared)
