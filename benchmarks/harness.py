@@ -150,7 +150,11 @@ def saved_bytes(loss: Callable[[], torch.Tensor], model: nn.Module) -> int:
 
 
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
-    """Return the most memory that tensors took during a run, beyond what they took before."""
+    """Return the most memory that tensors took during a run, beyond what they took before.
+
+    A run before it is not measured: it brings caches and optimizer into the state of a training.
+    """
+    run()
     if device.type != "cpu":
         module = getattr(torch, device.type)
         synchronize(device)
