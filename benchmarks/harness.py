@@ -152,10 +152,11 @@ def saved_bytes(loss: Callable[[], torch.Tensor], model: nn.Module) -> int:
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
     """Return the most memory that tensors took during a run, beyond what they took before.
 
-    A run before it is not measured: it brings caches and optimizer into the state of a training.
+    A first run is not counted: what it leaves is what a training has between two steps. On a CPU it
+    is recorded as well, since the profiler does not know how large older tensors are.
     """
-    run()
     if device.type != "cpu":
+        run()
         module = getattr(torch, device.type)
         synchronize(device)
         module.reset_peak_memory_stats(device)
@@ -163,18 +164,20 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
         run()
         synchronize(device)
         return int(module.max_memory_allocated(device) - before)
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         run()
-    results = profile.profiler.kineto_results
-    events = [event for event in results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    level = peak = 0
+        with torch.profiler.record_function("counted"):
+            run()
+    events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    level = before = peak = 0
     for event in events:
-        level += event.nbytes()
-        peak = max(peak, level)
-    return peak
+        if event.name() == "counted":
+            before = peak = level
+        elif event.name() == "[memory]":
+            level += event.nbytes()
+            peak = max(peak, level)
+    return peak - before
 
 
 def fitted_growth(sizes: Sequence[float], values: Sequence[float]) -> float:
