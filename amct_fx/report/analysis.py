@@ -286,7 +286,7 @@ class Analysis:
 
     def __rich__(self) -> Any:
         """Return the table for rich."""
-        return table.rich_table(_HEADER, self._rows(), note=self._notes_below())
+        return table.FiguresTable(_HEADER, self._rows(), note=self._notes_below())
 
     def __str__(self) -> str:
         """Return an aligned table, the most harmful layer first, and what to leave float."""

@@ -9,12 +9,13 @@ import importlib
 import math
 import sys
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from amct_fx.errors import MissingExtraError
 
 __all__ = [
+    "FiguresTable",
     "cell",
     "dataframe",
     "escaped",
@@ -184,6 +185,55 @@ def rich_table(header: Sequence[str], rows: Rows, *, note: str) -> Any:
     for row in rows:
         table.add_row(*(rich_text(one_line(text)) for text in row))
     return table
+
+
+class FiguresTable:
+    """A table of many figures for rich: as many columns as the terminal has room for.
+
+    Figures are never folded, so what does not fit is left out from the right, and named below.
+
+    Args:
+        header: Titles; a title may take several lines.
+        rows: Texts; the first column, of names, may be folded.
+        note: What stands below.
+    """
+
+    _SHORTEST_NAME = 16
+
+    def __init__(self, header: Sequence[str], rows: Rows, *, note: str) -> None:
+        self._header, self._rows = filled(header, rows)
+        self._note = note
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        """Yield the table."""
+        count = self._fitting(options.max_width)
+        note = self._note
+        if left := self._header[count:]:
+            note += f"\nnot shown, for want of room: {', '.join(left)}"
+        rows = [row[:count] for row in self._rows]
+        table = rich_table(self._header[:count], rows, note=note)
+        used = 1 + sum(self._least(index) + 3 for index in range(count))
+        for index, column in enumerate(table.columns):
+            column.width = self._least(index)
+        longest = max((_width(row[0]) for row in rows), default=0)
+        room = max(options.max_width - used, 0)
+        table.columns[0].width = max(self._least(0), min(longest, self._least(0) + room))
+        yield table
+
+    def _fitting(self, width: int) -> int:
+        """Return how many columns fit; two at least."""
+        used, count = 1, 0
+        for index in range(len(self._header)):
+            used += self._least(index) + 3
+            count += used <= width or index < 2
+        return count
+
+    def _least(self, index: int) -> int:
+        """Return the least width of a column."""
+        cells = max((_width(row[index]) for row in self._rows), default=0)
+        if index == 0:
+            cells = min(cells, self._SHORTEST_NAME)
+        return max([cells, *map(len, self._header[index].split())])
 
 
 def show(text: object, rich_form: Any, file: TextIO | None = None) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 from amct_fx import (
@@ -356,3 +359,20 @@ def test_nan_in_the_data_is_said_in_a_note() -> None:
     prepared(torch.randn(2, 4))
     found = analyze(prepared, None, torch.full((2, 4), torch.nan), progress=False)
     assert "the metric is NaN or infinite" in found.notes[-1]
+
+
+@pytest.mark.parametrize("width", [40, 80, 250])
+def test_a_terminal_shows_as_many_figures_as_fit_and_folds_none(width: int) -> None:
+    prepared, model = prepared_and_float()
+    found = quiet(prepared, model, example(4), each_quantizer=True)
+    file = io.StringIO()
+    Console(file=file, width=width, force_terminal=True, no_color=True).print(found)
+    text = file.getvalue()
+    text = re.sub("\x1b\\[[0-9;]*m", "", text)
+    assert max(map(len, text.splitlines())) <= width
+    assert all(line[-1] in "┓┃┩│┘" for line in text.splitlines() if line[0] in "┏┃┡│└")
+    sqnr = f"{found.layers[0].input.sqnr:.1f}"  # type: ignore[union-attr]
+    assert (f"│ {sqnr}" in text) == (width > 40)
+    assert ("not shown, for want of room: " in text) == (width < 250)
+    harm = found.layer(found.ranking[0]).sensitivity.harm  # type: ignore[union-attr]
+    assert f"{harm:.4g}" in text
