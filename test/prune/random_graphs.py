@@ -343,13 +343,46 @@ class Builder:
 
         self.add(f"generator[{index}]({number})->{channels}", run, channels)
 
+    def blocks(self) -> None:
+        """Mix, gate, repeat or pad blocks of the channels."""
+        source = self.pick()
+        c, half = source.channels, source.channels // 2
+        if c % 2:
+            return
+
+        def apart(x: Tensor) -> Tensor:
+            return x.unflatten(1, (2, half))
+
+        def weighed(x: Tensor, y: Tensor) -> Tensor:
+            gate = apart(y.mean((2, 3))).softmax(1)[..., None, None]
+            return (apart(x) * gate).sum(1)
+
+        other = self.with_channels(c)
+        forms: list[tuple[int, Callable[..., Tensor]]] = [
+            (half, lambda x, y: apart(x).amax(1)),
+            (half, lambda x, y: apart(x).mean(1) + apart(y).sum(1)),
+            (half, weighed),
+            (c, lambda x, y: apart(x).softmax(1).flatten(1, 2)),
+            (half, lambda x, y: F.glu(x, 1)),
+            (c + 2, lambda x, y: F.pad(x, (0, 0, 0, 0, 1, 1))),
+            (c, lambda x, y: y + F.pad(x[:, 1:-1], (0, 0, 0, 0, 1, 1), value=0.5)),
+            (c, lambda x, y: y + torch.cat([torch.zeros_like(x[:, :half]), x[:, half:]], 1)),
+            (2 * half, lambda x, y: x[:, :half].repeat_interleave(2, 1)),
+            (2 * c, lambda x, y: apart(x).repeat_interleave(2, dim=1).flatten(1, 2)),
+            (c, lambda x, y: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2)),
+        ]
+        index = self.integer(0, len(forms) - 1)
+        channels, run = forms[index]
+        if 0 < channels <= 24:
+            self.function(f"blocks{index}", run, source, other, channels=channels)
+
 
 STEPS = (
     *(Builder.conv, Builder.conv, Builder.conv, Builder.depthwise, Builder.deconv, Builder.norm),
     *(Builder.unary, Builder.binary, Builder.binary, Builder.gate, Builder.concat, Builder.halves),
     *(Builder.split, Builder.shuffle, Builder.linear, Builder.attention, Builder.again),
     *(Builder.flat_head, Builder.affine, Builder.functional, Builder.parts),
-    Builder.generator,
+    *(Builder.generator, Builder.blocks, Builder.blocks),
 )
 
 

@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 from amct_fx.graph.shapes import TensorFact
 from amct_fx.prune.channels.atoms import Pin
 from amct_fx.prune.channels.layout import Expanded
+from amct_fx.prune.channels.padding import Padded
 from amct_fx.prune.channels.parameters import pin_other_reads
 from amct_fx.prune.channels.rearrange import Rearranged
 from amct_fx.prune.channels.rules import visit
@@ -23,6 +24,7 @@ from amct_fx.prune.channels.statistics import NormShape
 from amct_fx.prune.channels.steps import Misfit, Replay
 from amct_fx.prune.channels.units import Group, choose, find_groups, kept_atoms
 from amct_fx.prune.channels.walk import Walk
+from amct_fx.prune.channels.zeros import kind_of_operation
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -137,11 +139,14 @@ def _freeze_numbers(walk: Walk, state: Replay) -> None:
     sized = {
         step.node
         for step in walk.steps
-        if isinstance(step, (Expanded, NormShape)) or (isinstance(step, Rearranged) and step.sized)
+        if isinstance(step, (Expanded, NormShape, Padded))
+        or (isinstance(step, Rearranged) and step.sized)
     }
     for region in walk.regions:
         for node in region.graph.nodes:
-            if node in sized or not (node.op == "output" or walk.makes_tensors(node)):
+            if node in sized or kind_of_operation(walk, node) in _WITHOUT_CHANNELS:
+                continue
+            if node.op != "output" and not walk.makes_tensors(node):
                 continue
             changed = {
                 value: walk.fact(value)
@@ -158,6 +163,13 @@ def _freeze_numbers(walk: Walk, state: Replay) -> None:
                     raise Misfit(node, _ancestor_atoms(walk, value), text)
             args, kwargs = state.arguments.get(node, (node.args, node.kwargs))
             state.arguments[node] = _replaced(args, changed), _replaced(kwargs, changed)
+
+
+_WITHOUT_CHANNELS = {
+    *("affine_grid", "max_unpool1d", "max_unpool2d", "max_unpool3d"),
+    *("maxunpool1d", "maxunpool2d", "maxunpool3d"),
+}
+"""Operations that heed only the other axes of a size that they are given."""
 
 
 def _follows_inputs(walk: Walk, node: fx.Node) -> bool:

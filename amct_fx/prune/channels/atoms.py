@@ -17,10 +17,13 @@ if TYPE_CHECKING:
 
     Indices: TypeAlias = NDArray[np.int64]
 
-__all__ = ["FIXED", "Atoms", "Pin"]
+__all__ = ["FIXED", "NOBODY", "Atoms", "Pin"]
 
 FIXED = -1
 """The atom of a channel that is never removed."""
+
+NOBODY = ""
+"""In place of a layer: channels of one constant, which go only with those of a layer."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Atoms:
         self._without_row_masks: list[Indices] = []
 
     def new(self, layer: str, count: int) -> Tensor:
-        """Return ``count`` new atoms: the output channels of ``layer``."""
+        """Return ``count`` new atoms: the output channels of ``layer``, or of :data:`NOBODY`."""
         new = np.arange(self.total, self.total + count)
         self._parent = np.concatenate([self._parent, new])
         self._following = np.concatenate([self._following, np.full(count, FIXED)])

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from amct_fx.prune.channels.atoms import Pin
-from amct_fx.prune.channels.parameters import follow, is_made_of_parameters
+from amct_fx.prune.channels.parameters import follow, is_made_of_parameters, join_blocks
 from amct_fx.prune.channels.space import Space
 from amct_fx.prune.channels.steps import Joined
 from amct_fx.prune.channels.walk import Walk, source_of
@@ -122,6 +122,10 @@ def _meet(
         theirs = {axis + rank - other.atoms.dim() for axis in other.axes}
         if theirs == axes and other.atoms.numel() == space.atoms.numel():
             return _join(walk, node, main, value)
+        wide = other.axes == (place,) and other.atoms.numel() == space.atoms.shape[space.axis]
+        if wide and not of_parameters:
+            join_blocks(walk, node, main, value, "it is the same for all blocks")
+            return False
         if of_parameters and follow(walk, node, main, value, place):
             return False
         text = f"{value.name} meets other channels than its own"
@@ -233,6 +237,9 @@ _UNARY_NAMES = [
     "trunc",
     "digamma",
     "xlogy",
+    "zeros_like",
+    "ones_like",
+    "full_like",
 ]
 _BINARY_NAMES = [
     "add",
@@ -315,6 +322,7 @@ def _functions() -> dict[Any, Handler]:
     for name in _OPERATORS:
         found[getattr(operator, name)] = elementwise
     found[torch.special.expit] = elementwise
+    found |= {getattr(F, f"max_unpool{count}d"): elementwise for count in (1, 2, 3)}
     return found
 
 
@@ -358,5 +366,8 @@ MODULES: dict[type[nn.Module], Handler] = {
         nn.LogSigmoid,
         nn.RReLU,
         nn.Threshold,
+        nn.MaxUnpool1d,
+        nn.MaxUnpool2d,
+        nn.MaxUnpool3d,
     )
 }

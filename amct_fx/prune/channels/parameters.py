@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "follow",
     "is_made_of_parameters",
+    "join_blocks",
     "note_if_made_of_parameters",
     "pin_other_reads",
 ]
@@ -121,11 +122,19 @@ def follow(
     own = walk.space(value)
     if own is None or own.axes != (axis,) or own.atoms.numel() != rows.shape[1]:
         return False
-    pin = Pin("tied_parameter", node.name, f"{value.name} is the same for all blocks")
-    for row in rows:
+    join_blocks(walk, node, main, value, f"{value.name} is the same for all blocks")
+    return True
+
+
+def join_blocks(walk: Walk, node: fx.Node, main: fx.Node, value: fx.Node, text: str) -> None:
+    """Join each block of the channels of ``main`` with those of a value that has one block."""
+    space, own = walk.space(main), walk.space(value)
+    assert space is not None
+    assert own is not None
+    pin = Pin("tied_parameter", node.name, text)
+    for row in space.atoms.movedim(space.axis, -1).reshape(-1, space.atoms.shape[space.axis]):
         walk.atoms.join(row, own.atoms.flatten(), pin)
     walk.steps.append(Alike(node, (main, value), (space, own)))
-    return True
 
 
 def _lay(

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from amct_fx.prune.channels.atoms import Pin
+from amct_fx.prune.channels.blocks import repeat_each
 from amct_fx.prune.channels.contractions import multiply, product_letters
 from amct_fx.prune.channels.parameters import is_made_of_parameters
 from amct_fx.prune.channels.space import Space
@@ -171,6 +172,8 @@ def attention(walk: Walk, node: fx.Node) -> None:
     if not plain or walk.space(given.get("attn_mask")) is not None:
         walk.pin_inputs(node, "unknown_op", "its operands are not plain")
         return
+    if given.get("enable_gqa"):
+        key, value = (_for_each_query(walk, node, query, item) for item in (key, value))
     a, b = walk.space(query), walk.space(key)
     if a is not None and b is not None and _ends(a) and _ends(b):
         shape = walk.shape(query) or (1,)
@@ -184,6 +187,16 @@ def attention(walk: Walk, node: fx.Node) -> None:
         walk.settle(node, None, [value])
         return
     _carry(walk, node, [value], (None, value), -2)
+
+
+def _for_each_query(walk: Walk, node: fx.Node, query: fx.Node, value: fx.Node) -> Any:
+    """Return a key or value with its heads repeated, for each head of the query."""
+    space, heads = walk.space(value), len(walk.shape(value) or ()) - 3
+    times = (walk.shape(query) or ())[heads] // (walk.shape(value) or ())[heads]
+    if space is None or times == 1 or heads not in space.axes:
+        return value
+    repeat_each(walk, node, value, heads, times, (node, value))
+    return node, value
 
 
 def _ends(space: Space) -> bool:

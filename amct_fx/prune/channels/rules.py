@@ -185,7 +185,10 @@ def _full_name(value: Any) -> str:
     return f"{getattr(value, '__module__', '')}.{name}"
 
 
-_OF_NO_CHANNELS = {"size", "dim", "ndimension", "is_floating_point", "element_size", "get_device"}
+_OF_NO_CHANNELS = {
+    *("size", "dim", "ndimension", "is_floating_point", "element_size", "get_device"),
+    *("new_zeros", "new_ones", "new_full"),
+}
 """Methods whose result says nothing of the channels, or follows them."""
 
 

@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from amct_fx.prune.channels.blocks import gate_halves, lay_over, repeat_each
 from amct_fx.prune.channels.elementwise import Handler, elementwise
+from amct_fx.prune.channels.padding import pad_channels
 from amct_fx.prune.channels.space import Space
-from amct_fx.prune.channels.steps import Joined, Reduced
-from amct_fx.prune.channels.walk import source_of
+from amct_fx.prune.channels.steps import Joined, Reduced, Spread
+from amct_fx.prune.channels.walk import channel_space, source_of
 
 if TYPE_CHECKING:
     from amct_fx.prune.channels.walk import Walk
@@ -42,6 +44,12 @@ def pad(walk: Walk, node: fx.Node) -> None:
     axes = {rank - 1 - i // 2 for i, amount in enumerate(numbers) if amount != 0}
     mode = node.kwargs.get("mode", node.args[2] if len(node.args) > 2 else "constant")
     value = node.kwargs.get("value", node.args[3] if len(node.args) > 3 else 0)
+    source = source_of(node)
+    space = walk.space(source)
+    plain = walk.options.mode == "native" and mode == "constant" and fact is amounts
+    along_channels = space is not None and space.axis in axes
+    if along_channels and plain and pad_channels(walk, node, source, amounts, zero=not value):
+        return
     _same_axes(walk, node, axes, zero=mode != "constant" or not value)
 
 
@@ -65,19 +73,20 @@ def _same_axes(walk: Walk, node: fx.Node, axes: set[int], *, zero: bool) -> None
     if space is None:
         walk.settle(node, None, node.all_input_nodes)
         return
-    if axes & set(space.axes):
+    if space.axis in axes:
         walk.pin_inputs(node, "reduction_over_axis", "it works along the axis of the channels")
         return
     others = [v for v in node.all_input_nodes if v is not source and walk.space(v) is not None]
     if others:
         walk.pin_inputs(node, "unknown_op", "it reads several tensors with channels")
         return
+    source, space = lay_over(walk, node, source, space, axes & set(space.axes))
     out = Space(space.atoms, space.axis, zero=space.zero and zero, records=space.records)
     if not isinstance(results, tuple):
         walk.spaces[node] = out
         walk.steps.append(Joined(node, (source,), out))
         return
-    if any(not _keeps_axes(walk, source, item, space) for item in results):
+    if any(not _keeps_axes(walk, source_of(node), item, space) for item in results):
         walk.pin_inputs(node, "unknown_op", "it has several results")
         return
     walk.spaces[node] = tuple(out for _ in results)
@@ -90,6 +99,47 @@ def _keeps_axes(walk: Walk, source: Any, result: Any, space: Space) -> bool:
     """Say whether one of several results has the channels of the source on the same axes."""
     before, after = walk.shape(source) or (), getattr(result, "shape", ())
     return len(before) == len(after) and all(before[a] == after[a] for a in space.axes)
+
+
+def glu(walk: Walk, node: fx.Node) -> None:
+    """Handle a gated linear unit, whose second half gates the first."""
+    source = source_of(node)
+    space, dim = walk.space(source), _argument(walk, node, 1, ("dim",), -1)
+    if space is not None and isinstance(dim, int) and space.axes == (dim % space.atoms.dim(),):
+        gate_halves(walk, node, source, space)
+    else:
+        along(1, default=-1)(walk, node)
+
+
+def repeat_interleave(walk: Walk, node: fx.Node) -> None:
+    """Handle ``repeat_interleave`` by one number along one axis."""
+    source = source_of(node)
+    space, times = walk.space(source), _argument(walk, node, 1, ("repeats",), None)
+    dim = _argument(walk, node, 2, ("dim",), None)
+    if space is None:
+        walk.settle(node, None, node.all_input_nodes)
+    elif not isinstance(times, int) or not isinstance(dim, int) or "output_size" in node.kwargs:
+        walk.pin_inputs(node, "unknown_op", "it repeats in a way that is not plain")
+    elif dim % space.atoms.dim() in space.axes:
+        repeat_each(walk, node, source, dim % space.atoms.dim(), times)
+    else:
+        _same_axes(walk, node, set(), zero=True)
+
+
+def unfold(walk: Walk, node: fx.Node) -> None:
+    """Handle the patches of a map: the places of a window, channel by channel."""
+    source = source_of(node)
+    space, before, after = walk.space(source), walk.shape(source), walk.shape(node)
+    if space is None:
+        walk.settle(node, None, node.all_input_nodes)
+    elif space.axes != (1,) or before is None or after is None or len(before) != 4:
+        walk.pin_inputs(node, "unknown_op", "its channels do not lie along axis 1")
+    else:
+        times = after[1] // before[1]
+        atoms = space.atoms.flatten().repeat_interleave(times)
+        out = channel_space(atoms, 3, 1, zero=space.zero)
+        walk.spaces[node] = out
+        walk.steps.append(Spread(node, source, out, times, ()))
 
 
 def reduce(walk: Walk, node: fx.Node) -> None:
@@ -106,9 +156,10 @@ def reduce(walk: Walk, node: fx.Node) -> None:
     position = 2 if getattr(node.target, "__name__", node.target) in ("norm",) else 1
     dim = _argument(walk, node, position, ("dim", "axis"), None)
     dims = set(range(rank)) if dim is None else {d % rank for d in _ints(dim)}
-    if not dims or dims & set(space.axes):
+    if not dims or space.axis in dims:
         walk.pin_inputs(node, "reduction_over_axis", "it reduces the axis of the channels")
         return
+    source, space = lay_over(walk, node, source, space, dims & set(space.axes))
     results = walk.fact(node)
     first = results[0] if isinstance(results, tuple) else results
     keeps = len(first.shape) == rank
@@ -154,7 +205,8 @@ FUNCTIONS: dict[Any, Handler] = {
 FUNCTIONS |= {F.pad: pad, F.interpolate: over_last(None), F.upsample: over_last(None)}
 _SOFT = {F.softmax, F.log_softmax, F.softmin, torch.softmax, torch.log_softmax, F.gumbel_softmax}
 FUNCTIONS |= {function: along(1) for function in _SOFT}
-FUNCTIONS |= {F.glu: along(1, default=-1), F.normalize: along(2, default=1)}
+FUNCTIONS |= {F.glu: glu, F.normalize: along(2, default=1), F.unfold: unfold}
+FUNCTIONS |= {torch.repeat_interleave: repeat_interleave, F.grid_sample: over_last(None)}
 _CUMULATIVE = (torch.cumsum, torch.cumprod, torch.logcumsumexp)
 FUNCTIONS |= {function: along(1) for function in _CUMULATIVE}
 FUNCTIONS |= {torch.index_select: along(1)}
@@ -168,7 +220,7 @@ _REDUCTIONS = (
 FUNCTIONS |= {getattr(torch, name): reduce for name in _REDUCTIONS if hasattr(torch, name)}
 METHODS: dict[str, Handler] = {name: reduce for name in _REDUCTIONS}
 METHODS |= {name: along(1) for name in ("softmax", "log_softmax", "cumsum", "cumprod")}
-METHODS |= {"index_select": along(1), **_SORTS}
+METHODS |= {"index_select": along(1), "repeat_interleave": repeat_interleave, **_SORTS}
 MODULES: dict[type[nn.Module], Handler] = {
     getattr(nn, f"{kind}{count}d"): over_last(count)
     for kind in (
@@ -189,3 +241,4 @@ MODULES: dict[type[nn.Module], Handler] = {
 MODULES |= {nn.Upsample: over_last(None), nn.UpsamplingNearest2d: over_last(2)}
 MODULES |= {nn.UpsamplingBilinear2d: over_last(2)}
 MODULES |= {nn.Softmax: along(0), nn.LogSoftmax: along(0), nn.Softmin: along(0)}
+MODULES |= {nn.GLU: glu, nn.Unfold: unfold}

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from amct_fx.prune.channels.atoms import Pin
+from amct_fx.prune.channels.atoms import NOBODY, Pin
 from amct_fx.prune.functional import (
     combine_scores,
     filter_scores,
@@ -80,8 +80,9 @@ def find_groups(walk: Walk) -> list[Group]:
     """Return the units that may go, in groups, with what the settings ask of them."""
     found: dict[tuple[str, ...], list[_Alike]] = {}
     for alike in _alike(walk):
-        names = tuple(dict.fromkeys(walk.atoms.layer(int(number)) for number in alike.layers))
-        found.setdefault(names, []).append(alike)
+        every = dict.fromkeys(walk.atoms.layer(int(number)) for number in alike.layers)
+        if names := tuple(name for name in every if name != NOBODY):
+            found.setdefault(names, []).append(alike)
     groups = []
     in_order = sorted(found.items(), key=lambda item: min(part.roots[0] for part in item[1]))
     for producers, parts in in_order:

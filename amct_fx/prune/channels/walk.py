@@ -125,7 +125,7 @@ class Walk:
     steps: list[Step] = field(default_factory=list)
     balances: list[Balance] = field(default_factory=list)
     uses: list[LayerUse] = field(default_factory=list)
-    spaces: dict[fx.Node, Value] = field(default_factory=dict)
+    spaces: dict[Any, Value] = field(default_factory=dict)
     fixed: dict[fx.Node, Pin] = field(default_factory=dict)
     contracted: list[Tensor] = field(default_factory=list)
     producers: dict[str, tuple[Tensor, int, int]] = field(default_factory=dict)
