@@ -142,9 +142,12 @@ def capture(
     walk.keep_uncalled_layers()
     found = walk.found
     whole = bool(found.regions) and found.regions[0].module is model
-    if whole and calls.random_state is not None:
+    if whole and calls.ran:
         found.facts = _facts(found.regions[0], example_inputs, calls)
-    if whole and calls.random_state is not None and found.facts is None:
+    if whole and calls.dry is not None and found.facts is None:  # values may show that it is right
+        calls = record_calls(model, example_inputs, dry=False)
+        found.facts = _facts(found.regions[0], example_inputs, calls)
+    if whole and calls.ran and found.facts is None:
         reason = "its traced graph computes something else on example_inputs"
         walk = _Walk(is_layer, is_wanted, calls.forms)
         found = walk.found
@@ -170,6 +173,8 @@ def _facts(region: Region, example_inputs: Any, calls: Recording) -> ShapeFacts 
     that record, let some of torch's modules take another path; where there are differences, the
     model is run again without them.
     """
+    if calls.dry is not None:
+        return _facts_if_equal(region, example_inputs, calls, calls.outputs)
     with torch.random.fork_rng(devices=[]):
         assert calls.random_state is not None
         torch.set_rng_state(calls.random_state)
@@ -205,6 +210,8 @@ def _equal(a: Any, b: Any) -> bool:
 def _equal_leaf(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        if a is b:
+            return True
         return both and a.shape == b.shape and torch.allclose(a, b, equal_nan=True)
     if type(a) is not type(b):
         return False

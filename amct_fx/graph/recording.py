@@ -1,16 +1,21 @@
-"""What one run on example inputs shows: the form of each call, and layers that read one tensor."""
+"""What one run on example inputs shows: the form of each call, and layers that read one tensor.
+
+Nothing is computed where :class:`amct_fx.graph.dry.DryRun` can follow the model.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from amct_fx.graph.dry import DryRun
 from amct_fx.graph.signature import CallForm, as_call, call_form
 from amct_fx.graph.trial import trial
 
@@ -78,7 +83,8 @@ class Recording:
         counts: How often each module was called.
         results: What layers made of their inputs, as far as it is remembered.
         outputs: What the model returned.
-        random_state: That of the CPU after the run.
+        random_state: That of the CPU after the run; ``None`` if there was none on real tensors.
+        dry: The calls of a run on meta tensors, if that was enough.
     """
 
     forms: dict[nn.Module, CallForm] = field(default_factory=dict)
@@ -88,6 +94,12 @@ class Recording:
     results: dict[nn.Module, list[Result]] = field(default_factory=dict)
     outputs: Any = None
     random_state: Tensor | None = None
+    dry: DryRun | None = None
+
+    @property
+    def ran(self) -> bool:
+        """Whether the model ran at all."""
+        return self.dry is not None or self.random_state is not None
 
     def readers_of_one_tensor(self, layers: Iterable[nn.Module]) -> list[list[nn.Module]]:
         """Group layers that are called once and read the very same tensor.
@@ -105,16 +117,57 @@ class Recording:
         return [group for group in groups.values() if len(group) > 1]
 
 
-def record_calls(model: nn.Module, example_inputs: Any) -> Recording:
+def record_calls(model: nn.Module, example_inputs: Any, *, dry: bool = True) -> Recording:
     """Run ``model`` once, in eval mode; it is the same afterwards, and so is the random state.
 
     Args:
         model: The float model.
         example_inputs: See :func:`amct_fx.graph.signature.as_call`.
+        dry: Compute nothing, if the model can be followed without.
     """
+    call = as_call(example_inputs)
+    run = DryRun.of(model, call) if dry else None
+    found = None if run is None else _followed(model, run)
+    return _computed(model, call) if found is None else found
+
+
+def _followed(model: nn.Module, run: DryRun) -> Recording | None:
+    """Run a model on shapes alone; ``None`` if that does not go through."""
+    found = Recording(dry=run)
+    args, kwargs = run.call
+    with _observed(model, found), _trying(model), run.recording(model):
+        found.outputs = model(*args, **kwargs)
+    return found if run.went_through else None
+
+
+def _computed(model: nn.Module, call: Any) -> Recording:
+    """Run a model on real tensors."""
+    found = Recording()
+    remember = _remembering(found)
+    pure = [part for part in model.modules() if type(part) in _PURE and not _has_hooks(part)]
+    hooks = [part.register_forward_hook(remember) for part in pure]
+    args, kwargs = copy.deepcopy(call)
+    try:
+        with _observed(model, found), _trying(model):
+            found.outputs = model(*args, **kwargs)
+            found.random_state = torch.get_rng_state()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+@contextmanager
+def _trying(model: nn.Module) -> Iterator[None]:
+    with trial(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        yield
+
+
+@contextmanager
+def _observed(model: nn.Module, found: Recording) -> Iterator[None]:
+    """Write down each call of each module."""
     forms: dict[nn.Module, CallForm | None] = {}
     classes: dict[type[nn.Module], Any] = {}
-    found = Recording()
     alive: list[Tensor] = []  # an id says nothing once its tensor is gone
 
     def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -129,20 +182,13 @@ def record_calls(model: nn.Module, example_inputs: Any) -> Recording:
             found.inputs.setdefault(module, []).append((id(first), first._version))
 
     parts = [part for part in model.modules() if not isinstance(part, torch.jit.ScriptModule)]
-    remember = _remembering(found)
-    pure = [part for part in parts if type(part) in _PURE and not _has_hooks(part)]
     hooks = [part.register_forward_pre_hook(observe, with_kwargs=True) for part in parts]
-    hooks += [part.register_forward_hook(remember) for part in pure]
-    args, kwargs = copy.deepcopy(as_call(example_inputs))
     try:
-        with trial(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            found.outputs = model(*args, **kwargs)
-            found.random_state = torch.get_rng_state()
+        yield
     finally:
         for hook in hooks:
             hook.remove()
     found.forms = {module: form for module, form in forms.items() if form is not None}
-    return found
 
 
 def _remembering(found: Recording) -> Callable[[nn.Module, Any, Any], None]:

@@ -162,14 +162,18 @@ def tried_on(region: Region, example_inputs: Any, calls: Recording) -> tuple[Any
         region: The model, as it was traced.
         example_inputs: As for :func:`propagate_shapes`.
         calls: What a run of the model itself showed; the results of its layers are not computed
-            again where they read the same values.
+            again where they read the same values, and nothing is if it computed nothing.
 
     Returns:
         What the graph returns, and the shapes in it.
     """
     recorder = _Recorder(region, calls.results)
     with trial(region.module), torch.no_grad():
-        values = {region.name: recorder.record(*copy.deepcopy(as_call(example_inputs)))}
+        if calls.dry is None:
+            values = {region.name: recorder.record(*copy.deepcopy(as_call(example_inputs)))}
+        else:
+            with calls.dry.replaying():
+                values = {region.name: recorder.record(*calls.dry.call)}
     once = Counter({region.name: 1})
     elsewhere = _called_elsewhere(region.module, [region], once, calls.counts)
     return recorder.outputs, ShapeFacts(values, elsewhere)

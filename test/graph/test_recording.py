@@ -48,27 +48,31 @@ class Branches(nn.Module):
 
 
 def test_the_trial_of_the_graph_takes_results_of_layers_from_the_run():
+    model, images = Branches(), torch.randn(1, 3, 8, 8)
     with Convolutions() as run:
-        record_calls(Branches(), torch.randn(1, 3, 8, 8))
+        calls = record_calls(model, images, dry=False)
     with Convolutions() as both:
-        captured = capture(Branches(), is_layer, example_inputs=torch.randn(1, 3, 8, 8))
+        captured = capture(
+            model, is_layer, example_inputs=images, calls=record_calls(model, images, dry=False)
+        )
     assert not captured.islands
     # the stem and the left one were changed in place since
     assert (run.count, both.count) == (4, 6)
+    assert calls.dry is None
 
 
 def test_results_are_forgotten_where_memory_is_short(monkeypatch: pytest.MonkeyPatch):
     images = torch.randn(1, 3, 8, 8)
-    assert len(record_calls(Branches(), images).results) == 4
+    assert len(record_calls(Branches(), images, dry=False).results) == 4
     monkeypatch.setattr(recording, "_MEMORY", 4 * (3 + 4) * 64)
     model = Branches()
-    assert list(record_calls(model, images).results) == [model.stem]
+    assert list(record_calls(model, images, dry=False).results) == [model.stem]
 
 
 def test_a_layer_that_hooks_change_is_run():
     model = Branches()
     model.last.register_forward_hook(lambda *_: None)
-    assert model.last not in record_calls(model, torch.randn(1, 3, 8, 8)).results
+    assert model.last not in record_calls(model, torch.randn(1, 3, 8, 8), dry=False).results
 
 
 @pytest.mark.parametrize(
