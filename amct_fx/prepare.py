@@ -169,10 +169,13 @@ def prepare_qat_amct(
     quantize = outputs == "quantize"
     rule: FixedMinRule = "nonnegative" if quantize else fixed_min_rule
     with still_parametrizations(prepared):
+        only_cut = chosen is not None and prune_options.apply == "prepare" and not qconfigs
+        only_cut = only_cut and not functional  # then parts whose graph is as before stay Python
         if chosen is not None and prune_options.apply == "prepare":
             parts = found.captured.regions
-            remove_channels(prepared, chosen, parts, install=False, analysis=analysis)
-        insert_quantizers(prepared, found.captured, qconfigs, rule)
+            remove_channels(prepared, chosen, parts, install=only_cut, analysis=analysis)
+        if not only_cut:
+            insert_quantizers(prepared, found.captured, qconfigs, rule)
         if quantize:
             quantize_outputs(found.captured)
         attach_pruning(prepared, settings, chosen, prune_options, plan)
