@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from amct_fx.graph.dry_rules import IN_PLACE, QUERIES, Unknown, result_of
+from amct_fx.graph.dry_rules import IN_PLACE, QUERIES, Unknown, on_meta, result_of
 
 __all__ = ["DryRun"]
 
@@ -54,13 +54,12 @@ class DryRun(TorchFunctionMode):
         (torch.Size([1, 8, 7, 7]), True)
     """
 
-    def __init__(self, call: Any, device: torch.device, owned: dict[int, Tensor]) -> None:
+    def __init__(self, call: Any, device: torch.device, owned: frozenset[int]) -> None:
         super().__init__()
         self.call = call
         self.went_through = True
         self._device = device
         self._owned = owned
-        self._twins: dict[int, Tensor] = {}
         self._calls: list[_Call] = []
         self._expected: Iterator[_Call] | None = None
         self._now: dict[int, Tensor] = {}
@@ -78,10 +77,10 @@ class DryRun(TorchFunctionMode):
             return None
         if any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
             return None
-        known = {id(tensor): tensor for tensor in owned}
+        known = frozenset(map(id, owned))
         if any(id(leaf) in known for leaf in given):
             return None  # a weight that is also an input
-        dry = copy.deepcopy(call, {id(leaf): _meta(leaf) for leaf in given})
+        dry = copy.deepcopy(call, {id(leaf): on_meta(leaf) for leaf in given})
         return cls(dry, devices.pop(), known)
 
     @contextmanager
@@ -137,14 +136,32 @@ class DryRun(TorchFunctionMode):
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            result = result_of(func, *self._on_meta((args, kwargs)))
+            noted = self._noted(args), self._noted(kwargs)
+            result = result_of(func, args, kwargs)
         except BaseException as error:
             self.went_through = False  # even if the model catches the error
             if isinstance(error, Exception):
                 raise Unknown(str(error)) from error
             raise
-        self._calls.append(_Call(func, _copied(args), _copied(kwargs), result))
+        self._calls.append(_Call(func, *noted, result))
         return result
+
+    def _noted(self, value: Any) -> Any:
+        """Copy the containers, which the model may change later.
+
+        Raises:
+            Unknown: A tensor in them is neither of the model nor made in this run.
+        """
+        if isinstance(value, Tensor):
+            if not value.is_meta and id(value) not in self._owned:
+                message = "a tensor comes from elsewhere"
+                raise Unknown(message)
+            return value
+        if isinstance(value, (tuple, list)):
+            return tuple(map(self._noted, value))
+        if isinstance(value, dict):
+            return {key: self._noted(item) for key, item in value.items()}
+        return value
 
     def _replay(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._expected is not None
@@ -185,26 +202,6 @@ class DryRun(TorchFunctionMode):
             return isinstance(b, slice) and self._same(a, (b.start, b.stop, b.step))
         return a is b or (type(a) is type(b) and isinstance(a, _CONSTANTS) and bool(a == b))
 
-    def _on_meta(self, value: Any) -> Any:
-        """Put twins in the place of the tensors of the model."""
-        if isinstance(value, Tensor):
-            return value if value.is_meta else self._twin(value)
-        if isinstance(value, (tuple, list)) and type(value) is not torch.Size:
-            items = [self._on_meta(item) for item in value]
-            return tuple(items) if isinstance(value, tuple) else items
-        if isinstance(value, dict):
-            return {key: self._on_meta(item) for key, item in value.items()}
-        return value
-
-    def _twin(self, tensor: Tensor) -> Tensor:
-        key = id(tensor)
-        if key not in self._owned:
-            message = "a tensor comes from elsewhere"
-            raise Unknown(message)
-        if key not in self._twins:
-            self._twins[key] = _meta(tensor)
-        return self._twins[key]
-
     def _differ(self) -> NoReturn:
         message = "the calls differ"
         raise Unknown(message)
@@ -224,23 +221,9 @@ def _identical(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(a[key] is b[key] for key in a)
 
 
-def _copied(value: Any) -> Any:
-    """Copy the containers, which the model may change later."""
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_copied, value))
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return value
-
-
 def _storage(tensor: Tensor) -> int:
     with torch._C.DisableTorchFunction():
         return int(tensor.untyped_storage()._cdata)
-
-
-def _meta(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _is_usual(tensor: Tensor) -> bool:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["IN_PLACE", "QUERIES", "Unknown", "result_of"]
+__all__ = ["IN_PLACE", "QUERIES", "Unknown", "on_meta", "result_of"]
 
 
 class Unknown(Exception):  # noqa: N818  not an error: the model is run on real tensors then
@@ -40,7 +40,7 @@ QUERIES: Mapping[Any, Any] = {
 
 
 def result_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what a function makes of meta tensors.
+    """Return what a function makes of tensors, as meta tensors; nothing is changed for real.
 
     Args:
         function: As a ``TorchFunctionMode`` sees it.
@@ -55,6 +55,13 @@ def result_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return rule(*args, **kwargs)
     message = f"{getattr(function, '__name__', function)} is not known"
     raise Unknown(message)
+
+
+def on_meta(tensor: Tensor) -> Tensor:
+    """Return a meta tensor of the same shape, strides and dtype."""
+    if tensor.is_meta:
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _need(condition: bool) -> None:
@@ -174,6 +181,7 @@ def _unary(position: int = 99) -> Callable[..., Tensor]:
 
 def _written(x: Tensor) -> Tensor:
     """Count a change in place."""
+    _need(x.is_meta)
     torch.relu_(x)
     return x
 
@@ -237,7 +245,7 @@ def _by_pytorch(function: Callable[..., Any]) -> Callable[..., Any]:
     def rule(input: Tensor, *args: Any, **kwargs: Any) -> Any:
         values = tree_leaves((args, kwargs))
         _need(isinstance(input, Tensor) and not any(isinstance(v, Tensor) for v in values))
-        return function(input, *args, **kwargs)
+        return function(on_meta(input), *args, **kwargs)
 
     return rule
 

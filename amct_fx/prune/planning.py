@@ -193,14 +193,23 @@ def _members(walk: Walk, groups: Sequence[Group]) -> list[list[Member]]:
             known[key] = _by_unit(units, places, count)
         return known[key]
 
-    def add(atoms: Tensor, make: Any) -> None:
+    def shared(atoms: Tensor) -> list[tuple[int, tuple[tuple[int, ...], ...]]]:
         roots = walk.atoms.free(atoms)
         numbers = group_of[roots]
-        for g in dict.fromkeys(numbers.tolist()):
-            if g >= 0:
-                places = np.flatnonzero(numbers == g)
-                units = unit_of[roots[places]]
-                found[g].append(make(by_unit(units, places, groups[g].size)))
+        places = {g: np.flatnonzero(numbers == g) for g in dict.fromkeys(numbers.tolist())}
+        return [
+            (g, by_unit(unit_of[roots[own]], own, groups[g].size))
+            for g, own in places.items()
+            if g >= 0
+        ]
+
+    seen: dict[int, tuple[Tensor, list[Any]]] = {}  # a batch norm has four axes of the same atoms
+
+    def add(atoms: Tensor, make: Any) -> None:
+        if id(atoms) not in seen:
+            seen[id(atoms)] = atoms, shared(atoms)
+        for g, positions in seen[id(atoms)][1]:
+            found[g].append(make(positions))
 
     for site in walk.sites.values():
         add(site.atoms, lambda positions, site=site: _site_member(walk, site, positions))
@@ -229,6 +238,8 @@ def _members(walk: Walk, groups: Sequence[Group]) -> list[list[Member]]:
 
 def _by_unit(units: Indices, places: Indices, count: int) -> tuple[tuple[int, ...], ...]:
     """Return the places of each of ``count`` units, in ascending order."""
+    if len(units) == count and bool((units[1:] > units[:-1]).all()):
+        return tuple(zip(places.tolist()))
     order = np.argsort(units, kind="stable")
     counts = np.bincount(units, minlength=count)
     each = int(counts[0])

@@ -47,7 +47,8 @@ class Atoms:
         """Number of atoms."""
         self._layers: list[str] = []
         self._reasons: list[Pin] = []
-        # by atom; of those that are no roots only parent, following, layer and row count
+        # by atom, with room for more; of those that are no roots only parent, following, layer and
+        # row count
         self._parent = _ids(0)
         self._following = _ids(0)  # the next atom of the class, in the order of joining
         self._last = _ids(0)
@@ -59,23 +60,30 @@ class Atoms:
 
     def new(self, layer: str, count: int) -> Tensor:
         """Return ``count`` new atoms: the output channels of ``layer``, or of :data:`NOBODY`."""
-        new = np.arange(self.total, self.total + count)
-        self._parent = np.concatenate([self._parent, new])
-        self._following = np.concatenate([self._following, np.full(count, FIXED)])
-        self._last = np.concatenate([self._last, new])
-        self._size = np.concatenate([self._size, np.ones(count, np.int64)])
-        self._pin_of = np.concatenate([self._pin_of, np.full(count, FIXED)])
-        self._layer = np.concatenate([self._layer, np.full(count, len(self._layers))])
-        self._row = np.concatenate([self._row, np.arange(count)])
+        first, self.total = self.total, self.total + count
+        if self.total > len(self._parent):
+            self._grow(max(self.total, 2 * len(self._parent)))
+        new, own = np.arange(first, self.total), slice(first, self.total)
+        self._parent[own] = self._last[own] = new
+        self._following[own] = self._pin_of[own] = FIXED
+        self._size[own] = 1
+        self._layer[own] = len(self._layers)
+        self._row[own] = np.arange(count)
         self._layers.append(layer)
-        self.total += count
         return torch.from_numpy(new)
+
+    def _grow(self, room: int) -> None:
+        kept = len(self._parent)
+        for name in ("_parent", "_following", "_last", "_size", "_pin_of", "_layer", "_row"):
+            grown = _ids(room)
+            grown[:kept] = getattr(self, name)
+            setattr(self, name, grown)
 
     def classes(self, atoms: Indices) -> Indices:
         """Return the root of every atom, of pinned ones too; none may be fixed."""
         parent = self._parent
         found = parent[atoms]
-        while not np.array_equal(above := parent[found], found):
+        while bool(((above := parent[found]) != found).any()):
             found = above
         parent[atoms] = found
         return found
@@ -99,7 +107,8 @@ class Atoms:
         known = pairs >= 0
         pairs[known] = self.classes(pairs[known])
         pairs = pairs[:, pairs[0] != pairs[1]]
-        if pairs.shape[1] > 1:
+        used = pairs[pairs >= 0]
+        if pairs.shape[1] > 1 and len(np.unique(used)) < len(used):
             pairs = pairs[:, np.sort(np.unique(pairs, axis=1, return_index=True)[1])]
             used = pairs[pairs >= 0]
             if len(np.unique(used)) < len(used):
@@ -129,8 +138,8 @@ class Atoms:
 
     def free_classes(self) -> Indices:
         """Return the root of every class that may be removed, by its first atom."""
-        own = self._parent == np.arange(self.total)
-        return np.flatnonzero(own & (self._pin_of < 0))
+        own = self._parent[: self.total] == np.arange(self.total)
+        return np.flatnonzero(own & (self._pin_of[: self.total] < 0))
 
     def sizes(self, roots: Indices) -> Indices:
         """Return the number of output channels of classes."""

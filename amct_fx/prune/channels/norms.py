@@ -36,12 +36,13 @@ def attach(
     """Let tensors with one entry for each channel of the first input follow that input."""
     source = source_of(node)
     keys: list[SiteKey] = []
+    own = None if space is None else space.atoms.flatten()  # one for all: it is known by identity
     for tensor in tensors:
-        atoms = fixed_atoms(tensor.shape[0]) if space is None else space.atoms.flatten()
+        atoms = fixed_atoms(tensor.shape[0]) if own is None else own
         keys.append(walk.bind(node, Site("", "", 0, "attached", atoms), tensor))
     shape = walk.shape(source)
     if node.op == "call_module" and shape is not None and len(shape) > 1:
-        walk.tie(node, fixed_atoms(shape[1]) if space is None else space.atoms.flatten())
+        walk.tie(node, fixed_atoms(shape[1]) if own is None else own)
     if space is None:
         walk.settle(node, None, node.all_input_nodes)
         walk.fixed.setdefault(node, walk.origin(source))

@@ -165,6 +165,12 @@ _BY_NAME: dict[str, Handler] = {
 
 
 def _handler(walk: Walk, node: fx.Node) -> Handler | None:
+    if node not in walk.handlers:
+        walk.handlers[node] = _found_handler(walk, node)
+    return walk.handlers[node]
+
+
+def _found_handler(walk: Walk, node: fx.Node) -> Handler | None:
     if node.op == "call_method":
         return METHODS.get(str(node.target))
     if node.op == "call_function":

@@ -113,6 +113,7 @@ class Walk:
         readers: By identity of a parameter the nodes whose rule has bound it.
         norms: Norms that must count only the channels that stay.
         tied: By name of a norm the channels of its first call.
+        handlers: The rule of each node that was looked at.
     """
 
     model: nn.Module
@@ -137,6 +138,7 @@ class Walk:
     readers: dict[int, set[fx.Node]] = field(default_factory=dict)
     norms: list[NormUse] = field(default_factory=list)
     tied: dict[str, Tensor] = field(default_factory=dict)
+    handlers: dict[fx.Node, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Index the model: first names of modules and tensors, owners of tensors."""
