@@ -135,7 +135,7 @@ def _followed(model: nn.Module, run: DryRun) -> Recording | None:
     """Run a model on shapes alone; ``None`` if that does not go through."""
     found = Recording(dry=run)
     args, kwargs = run.call
-    with _observed(model, found), _trying(model), run.recording(model):
+    with _observed(model, found), _trying(model, writes=False), run.recording(model):
         found.outputs = model(*args, **kwargs)
     return found if run.went_through else None
 
@@ -148,7 +148,7 @@ def _computed(model: nn.Module, call: Any) -> Recording:
     hooks = [part.register_forward_hook(remember) for part in pure]
     args, kwargs = copy.deepcopy(call)
     try:
-        with _observed(model, found), _trying(model):
+        with _observed(model, found), _trying(model, writes=True):
             found.outputs = model(*args, **kwargs)
             found.random_state = torch.get_rng_state()
     finally:
@@ -158,8 +158,8 @@ def _computed(model: nn.Module, call: Any) -> Recording:
 
 
 @contextmanager
-def _trying(model: nn.Module) -> Iterator[None]:
-    with trial(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+def _trying(model: nn.Module, *, writes: bool) -> Iterator[None]:
+    with trial(model, writes=writes), torch.no_grad(), torch.random.fork_rng(devices=[]):
         yield
 
 

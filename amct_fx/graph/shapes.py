@@ -168,7 +168,7 @@ def tried_on(region: Region, example_inputs: Any, calls: Recording) -> tuple[Any
         What the graph returns, and the shapes in it.
     """
     recorder = _Recorder(region, calls.results)
-    with trial(region.module), torch.no_grad():
+    with trial(region.module, writes=calls.dry is None), torch.no_grad():
         if calls.dry is None:
             values = {region.name: recorder.record(*copy.deepcopy(as_call(example_inputs)))}
         else:

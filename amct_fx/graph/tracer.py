@@ -99,6 +99,7 @@ class IslandTracer(fx.Tracer):
         self._switching: dict[str, Refusal] = {}
         self._parameter_cache: dict[str, fx.Proxy] = {}
         self.writes: list[Write] = []
+        self._opaque: dict[nn.Module, bool] = {}
 
     def trace_or_explain(self, module: nn.Module) -> Refusal | None:
         """Trace ``module`` into ``self.graph``; return the reason if that is not possible."""
@@ -315,6 +316,11 @@ class IslandTracer(fx.Tracer):
         return State(module, generators)
 
     def _is_opaque(self, module: nn.Module) -> bool:
+        if module not in self._opaque:
+            self._opaque[module] = self._is_one_call(module)
+        return self._opaque[module]
+
+    def _is_one_call(self, module: nn.Module) -> bool:
         if self._is_layer(module):
             return True
         if not module.__module__.startswith(("torch.nn", "torch.ao.nn")):

@@ -16,7 +16,7 @@ _PARTS = ("_buffers", "_modules", "_parameters")
 
 
 @contextmanager
-def trial(model: nn.Module) -> Iterator[None]:
+def trial(model: nn.Module, *, writes: bool = True) -> Iterator[None]:
     """Put every part of ``model`` into eval mode; modes, buffers and attributes come back.
 
     A forward may count its calls, keep its last output, or move a buffer in eval mode, too. A part
@@ -24,6 +24,7 @@ def trial(model: nn.Module) -> Iterator[None]:
 
     Args:
         model: Any module, in any mode.
+        writes: Whether the run can write into the tensors of the model at all.
 
     Example:
         >>> class Counting(nn.Module):
@@ -39,7 +40,8 @@ def trial(model: nn.Module) -> Iterator[None]:
     """
     parts = list(model.modules())
     modes = [part.training for part in parts]
-    states = [_State.of(part) for part in parts if not isinstance(part, torch.jit.ScriptModule)]
+    own = [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]
+    states = [_State.of(part, writes=writes) for part in own]
     try:
         model.eval()
         yield
@@ -62,11 +64,10 @@ class _State:
     containers: list[tuple[Any, Any]]
 
     @classmethod
-    def of(cls, module: nn.Module) -> _State:
+    def of(cls, module: nn.Module, *, writes: bool) -> _State:
         attributes, buffers = dict(vars(module)), dict(module._buffers)
-        tensors = [
-            value for value in (*attributes.values(), *buffers.values()) if _has_value(value)
-        ]
+        held = (*attributes.values(), *buffers.values()) if writes else ()
+        tensors = [value for value in held if _has_value(value)]
         values = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors]
         own = [value for name, value in attributes.items() if not name.startswith("_")]
         containers = [(value, value.copy()) for value in own if type(value) in (list, dict, set)]
