@@ -40,30 +40,10 @@ class WeightMask(nn.Module):
     """
 
     mask: Tensor
-    _factor: tuple[Tensor, Any, Tensor] | None = None
 
     def forward(self, weight: Tensor) -> Tensor:
         """Return the weight times the mask; so is the gradient."""
-        return weight * self.factor(weight)  # on a CPU ten times faster than torch.where
-
-    def factor(self, weight: Tensor) -> Tensor:
-        """Return the mask as it multiplies a weight fastest.
-
-        A CPU makes floating point numbers of integers before it multiplies, in the forward and in
-        the backward; of a mask as large as the weight they are kept until the mask changes.
-        """
-        mask = self.mask
-        if torch.compiler.is_compiling() or not _is_kept(mask, weight):
-            return mask
-        state = mask._version, mask.data_ptr(), weight.dtype
-        if self._factor is None or self._factor[0] is not mask or self._factor[1] != state:
-            with torch.no_grad():
-                self._factor = mask, state, mask.to(weight.dtype)
-        return self._factor[2]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle the mask alone."""
-        return {key: value for key, value in vars(self).items() if key != "_factor"}
+        return weight * self.mask  # on a CPU ten times faster than torch.where
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Return what is stored when the effective weight is set: all of it."""
@@ -131,13 +111,6 @@ class FilterNorm(WeightMask):
         """Return the shape and how much is kept."""
         kept = "meta" if self.mask.is_meta else f"kept {int(self.mask.sum())}"
         return f"{list(self.mask.shape)}, {kept} of {self.mask.numel()}"
-
-
-def _is_kept(mask: Tensor, weight: Tensor) -> bool:
-    """Say whether the factor of a mask is worth being kept: plain, on a CPU, of the full shape."""
-    plain = type(mask) is Tensor and not mask.is_inference() and not torch._C._get_tracing_state()
-    plain = plain and not torch._C._functorch.is_functorch_wrapped_tensor(mask)
-    return plain and mask.device.type == "cpu" and mask.shape == weight.shape
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -8,7 +8,6 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel
@@ -297,35 +296,3 @@ def test_gradients_go_straight_through_on_request(decay):
     assert (layer.weight[mask == 0] == 0).all()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(torch.ones(1, 8)), layer(torch.ones(1, 8)))
-
-
-def test_the_product_follows_every_change_of_the_mask():
-    layer = nn.Conv2d(8, 4, 3)
-    mask = m4n2(layer)
-    stored = layer.parametrizations.weight.original
-    assert torch.equal(layer.weight, stored * mask.mask)
-    kept = mask.mask.clone()
-    mask.mask.logical_not_()
-    assert torch.equal(layer.weight, stored * (1 - kept))
-    layer.load_state_dict({**layer.state_dict(), "parametrizations.weight.0.mask": kept})
-    assert torch.equal(layer.weight, stored * kept)
-    other = copy.deepcopy(layer)
-    other.parametrizations.weight[0].mask.fill_(1)
-    assert torch.equal(other.weight, other.parametrizations.weight.original)
-    assert torch.equal(layer.weight, stored * kept)
-    layer.double()
-    assert torch.equal(layer.weight, layer.parametrizations.weight.original * kept)
-    buffers = {"parametrizations.weight.0.mask": torch.ones_like(kept)}
-    x = torch.ones(1, 8, 3, 3, dtype=torch.float64)
-    dense = torch.func.functional_call(layer, buffers, (x,))
-    assert torch.equal(dense, F.conv2d(x, layer.parametrizations.weight.original, layer.bias))
-
-
-def test_what_is_kept_of_a_mask_is_neither_copied_nor_pickled():
-    layer = nn.Linear(8, 4)
-    mask = m4n2(layer)
-    _ = layer.weight
-    assert mask._factor is not None
-    assert copy.deepcopy(mask)._factor is None
-    assert pickle.loads(pickle.dumps(mask))._factor is None
-    assert list(mask.state_dict()) == ["mask", "counter"]
