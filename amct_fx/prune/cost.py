@@ -1,7 +1,8 @@
-"""What a model costs while channels are taken away, in closed form.
+"""What a model costs while channels are taken away, in closed form or measured.
 
-Every term is a constant times the size of one tensor, and every group takes known lengths off the
-axes of known tensors; so a step costs as many multiplications as it touches terms. Source:
+Every term is a constant times the size of one tensor, or the time that a layer with a weight of
+that size takes; and every group takes known lengths off the axes of known tensors. So a step costs
+as many multiplications, or measurements of a new width, as it touches terms. Source:
 spec/pruning.md section 11, "Cost".
 """
 
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
+    from amct_fx.prune.latency import LayerClock
     from amct_fx.prune.plan import PruneGroup, PrunePlan
 
 __all__ = ["CostModel", "Metric", "Taken"]
@@ -27,11 +29,12 @@ Taken: TypeAlias = Mapping[int, Sequence[int]]
 
 @dataclass(frozen=True)
 class _Term:
-    """A constant times the number of elements of a tensor."""
+    """A constant times the number of elements of a tensor; ``number`` is that of a call."""
 
     factor: float
     tensor: str
     shape: tuple[int, ...]
+    number: int = 0
 
 
 class CostModel:
@@ -40,8 +43,8 @@ class CostModel:
     Args:
         plan: Its groups and costs.
         metric: What to count.
-        factors: For ``"bitops"`` the product of the bits, for ``"latency"`` the seconds of the full
-            layer for each multiply-accumulate, by name of the layer.
+        factors: For ``"bitops"`` the product of the bits, by name of the layer.
+        clock: For ``"latency"``, measures the layers.
 
     Example:
         >>> from torch import nn, ones
@@ -59,7 +62,9 @@ class CostModel:
         plan: PrunePlan,
         metric: Metric = "macs",
         factors: Mapping[str, float] | None = None,
+        clock: LayerClock | None = None,
     ) -> None:
+        self._clock = clock
         self._terms, self._rest = _terms(plan, metric, factors or {})
         self._lengths: dict[tuple[str, int], int] = {}
         self._gone: dict[tuple[str, int], int] = defaultdict(int)
@@ -133,6 +138,8 @@ class CostModel:
             full = self._lengths.get((term.tensor, axis))
             if full is not None:
                 sizes[axis] = size * (full - self._gone[term.tensor, axis]) // full
+        if self._clock is not None:
+            return self._clock.seconds(term.number, sizes)
         return term.factor * math.prod(sizes)
 
 
@@ -150,7 +157,7 @@ def _terms(
         changing = sum(math.prod(shape) for shape in shapes.values())
         return [_Term(1, key, shape) for key, shape in shapes.items()], plan.parameters - changing
     terms = [
-        _Term(cost.positions * factors.get(cost.name, 1), cost.tensor, cost.shape)
-        for cost in plan.costs
+        _Term(cost.positions * factors.get(cost.name, 1), cost.tensor, cost.shape, number)
+        for number, cost in enumerate(plan.costs)
     ]
     return terms, 0

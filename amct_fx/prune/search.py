@@ -23,7 +23,7 @@ from amct_fx.errors import ConfigError, InputDataError, ModelError, PruneError, 
 from amct_fx.prune.cost import CostModel, Metric
 from amct_fx.prune.functional import remaining_channels
 from amct_fx.prune.greedy import TOLERANCE, GreedySearch, Step
-from amct_fx.prune.latency import seconds_per_mac
+from amct_fx.prune.latency import LayerClock
 from amct_fx.prune.options import PruneKeywords, PruneOptions
 from amct_fx.prune.plan import PruneGroup, PrunePlan
 from amct_fx.prune.planning import plan_channels
@@ -116,7 +116,8 @@ def search_channel_pruning(
         output_cfg: File for the ratios, in AMCT's form.
         output_plan: File for the plan, as JSON, with the very channels.
         metric: ``"macs"``, ``"params"``, ``"bitops"`` (multiply-accumulates times bits), or
-            ``"latency"`` (measured once for each layer on this device).
+            ``"latency"``: the sum of what the layers take on this device, with the channels that
+            they have left at each step; see :class:`amct_fx.prune.latency.LayerClock`.
         loss: Of an output and a target; ``None`` for the mean absolute difference.
         bits: For ``"bitops"`` the bits of weights and activations by name of the layer; 8 and 8
             where it says nothing.
@@ -155,8 +156,9 @@ def search_channel_pruning(
     _check_scores(plan, scores)
     pairs = zip(plan.groups, scores, strict=True)
     plan = replace(plan, groups=tuple(replace(g, scores=tuple(s)) for g, s in pairs))
-    factors = _factors(metric, own, plan, samples[0][0], bits or {})
-    cost = CostModel(plan, metric, factors)
+    factors = _factors(metric, plan, bits or {})
+    clock = LayerClock(own, plan, samples[0][0]) if metric == "latency" else None
+    cost = CostModel(plan, metric, factors, clock)
     full = cost.total
     wanted = (settings.compress_ratio, settings.ascend_optimized, settings.max_prune_ratio)
     steps: tuple[Step, ...] = ()
@@ -174,7 +176,7 @@ def search_channel_pruning(
         plan,
         _as_config(settings, plan, searched, global_block=global_block),
         settings.compress_ratio,
-        full / _cost_of(plan, metric, factors),
+        full / _left_of(plan, CostModel(plan, metric, factors, clock)),
         metric,
         steps,
     )
@@ -231,23 +233,16 @@ def _with_units(plan: PrunePlan, kept: Any) -> PrunePlan:
     return plan
 
 
-def _cost_of(plan: PrunePlan, metric: Metric, factors: Mapping[str, float]) -> float:
-    """Return the cost of a plan with its choice."""
-    cost = CostModel(plan, metric, factors)
+def _left_of(plan: PrunePlan, cost: CostModel) -> float:
+    """Return what a plan costs with its choice."""
     cost.remove({group.id: group.cut for group in plan.groups})
     return cost.total
 
 
 def _factors(
-    metric: Metric,
-    model: nn.Module,
-    plan: PrunePlan,
-    inputs: Any,
-    bits: Mapping[str, tuple[int, int]],
+    metric: Metric, plan: PrunePlan, bits: Mapping[str, tuple[int, int]]
 ) -> dict[str, float]:
     """Return what a multiply-accumulate of each layer counts."""
-    if metric == "latency":
-        return seconds_per_mac(model, plan, inputs)
     if metric != "bitops":
         return {}
     names = {cost.name for cost in plan.costs}

@@ -233,7 +233,7 @@ def test_layers_of_the_override_file_keep_their_setting(tmp_path):
     assert "c" in found.config.prune_skip_layers
 
 
-@pytest.mark.parametrize("metric", ["params", "bitops", "latency"])
+@pytest.mark.parametrize("metric", ["params", "bitops"])
 def test_other_costs_can_be_asked_for(metric):
     bits = {"a": (8, 16)} if metric == "bitops" else None
     found = search_channel_pruning(
