@@ -26,6 +26,7 @@ __all__ = [
     "QUANTIZABLE_CLASSES",
     "Reuse",
     "is_layer",
+    "is_only_prunable",
     "model_facts",
     "other_weights",
     "warn_of_reused_layers",
@@ -95,7 +96,7 @@ def model_facts(
     layers = tuple(
         _layer_facts(name, module, _Use(calls.get(module, 0), owners, readers, reused, prune_mode))
         for name, module in model.named_modules()
-        if is_layer(module) or _is_only_prunable(module)
+        if is_layer(module) or is_only_prunable(module)
     )
     modules = {name: type(module).__name__ for name, module in model.named_modules()}
     makers = channel_makers(model, captured)
@@ -167,7 +168,7 @@ def without_unbatched(facts: ModelFacts, unbatched: Container[str]) -> ModelFact
     return replace(facts, layers=layers)
 
 
-def _is_only_prunable(module: nn.Module) -> bool:
+def is_only_prunable(module: nn.Module) -> bool:
     """Say whether a module computes what a layer computes, but is of no type that is quantized."""
     base = _prunable_base(module)
     return base is not None and not is_layer(module) and type(module).forward is base.forward

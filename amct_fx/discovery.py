@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from amct_fx.backend_config import (
     Reuse,
     is_layer,
+    is_only_prunable,
     model_facts,
     other_weights,
     recorded_run,
@@ -80,6 +81,7 @@ def discovered(
     example_inputs: Any = None,
     *,
     strict: bool = False,
+    prunes: bool = True,
     prune_mode: PruneMode = "native",
 ) -> Iterator[Discovery]:
     """Look through ``model``; if the body raises, the model is as it was before.
@@ -90,6 +92,7 @@ def discovered(
         options: Decide what counts as a layer.
         example_inputs: A tensor, a tuple of arguments, a dict of them by name, or ``None``.
         strict: Refuse parts that cannot be traced.
+        prunes: Whether layers that can be pruned and not quantized are looked for, too.
         prune_mode: Decides which layers can be pruned.
 
     Yields:
@@ -106,6 +109,7 @@ def discovered(
             example_inputs=example_inputs,
             strict=strict,
             functional=options.functional,
+            also=is_only_prunable if prunes else None,
             calls=calls,
         )
         for region in captured.regions if options.functional else ():

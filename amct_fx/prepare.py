@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.ao.quantization import QConfigMapping
@@ -144,9 +145,10 @@ def prepare_qat_amct(
     if not isinstance(cfg, QConfigMapping):
         config = load_config(cfg, dialect=dialect, name_map=name_map)
     prepared = model if inplace else copy_model(model)
-    mode = prune_options.mode
+    prunes = plan is not None or (config is not None and config.has_prune_message)
+    looked = partial(discovered, strict=strict, prunes=prunes, prune_mode=prune_options.mode)
     with (
-        discovered(prepared, options, example_inputs, strict=strict, prune_mode=mode) as found,
+        looked(prepared, options, example_inputs) as found,
         still_parametrizations(prepared),
     ):
         if config is not None:

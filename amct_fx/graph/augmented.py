@@ -29,7 +29,7 @@ _VIEWS = _PARTS | {
     *("unsqueeze", "expand", "expand_as", "broadcast_to", "transpose", "swapaxes", "permute"),
     *("movedim", "t", "T", "mT", "diagonal", "detach", "data", "contiguous", "to", "float"),
 }
-_SIZES = frozenset({"shape", "size", "dim", "ndim", "numel", "expect_length"})
+_SIZES = frozenset({"shape", "size", "dim", "ndim", "numel", "expect_length", "expect_parts"})
 
 
 class Write(NamedTuple):

@@ -109,6 +109,7 @@ def capture(
     example_inputs: Any = None,
     strict: bool = False,
     functional: bool = False,
+    also: Callable[[nn.Module], bool] | None = None,
     calls: Recording | None = None,
 ) -> Capture:
     """Trace ``model`` as far as it can be traced.
@@ -123,6 +124,7 @@ def capture(
             computes, or the model becomes an island.
         strict: Refuse islands.
         functional: Also trace parts that hold no layer but weight matrices of their own.
+        also: Says which other modules make a part worth tracing.
         calls: What a run on ``example_inputs`` showed, if there was one already.
 
     Returns:
@@ -133,7 +135,8 @@ def capture(
     """
 
     def is_wanted(module: nn.Module) -> bool:
-        return is_layer(module) or (functional and _owns_matrix(module))
+        other = functional and _owns_matrix(module)
+        return is_layer(module) or other or (also is not None and also(module))
 
     if calls is None:
         calls = Recording() if example_inputs is None else record_calls(model, example_inputs)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-__all__ = ["RANK", "expect_length", "known_length", "parts_made"]
+__all__ = ["RANK", "expect_length", "expect_parts", "known_length", "parts_made"]
 
 RANK = "amct_fx_rank"
 """Key of ``node.meta`` under which the rank of a tensor stands, if it is known."""
@@ -46,8 +46,8 @@ def known_length(node: fx.Node) -> int | None:
 def parts_made(node: fx.Node) -> int | None:
     """Return how many parts a chunk or split makes, if its arguments say so.
 
-    A chunk into two or three makes fewer only of an axis with fewer than five elements; then the
-    graph raises an ``IndexError``. Where example inputs show it, the model stays Python.
+    A chunk into two or three makes fewer only of an axis with fewer than five elements; where
+    example inputs show it, the model stays Python, and otherwise :func:`expect_parts` does.
 
     Args:
         node: A node of a graph that is being traced.
@@ -60,6 +60,20 @@ def parts_made(node: fx.Node) -> int | None:
     if name == "split":
         return len(given) if isinstance(given, (tuple, list)) else None
     return given if given in (2, 3) else None
+
+
+def expect_parts(parts: Sized, count: int) -> None:
+    """Look whether a chunk made as many parts as the graph reads, which holds this call.
+
+    Raises:
+        ModelError: If there are fewer.
+    """
+    if len(parts) < count:
+        message = (
+            f"the model was traced where a chunk makes {count} parts, and now it makes "
+            f"{len(parts)}; prepare it with example_inputs of this shape"
+        )
+        raise ModelError(message)
 
 
 def expect_length(sizes: Sized, length: int) -> Any:

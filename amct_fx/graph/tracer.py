@@ -33,7 +33,7 @@ from amct_fx.graph.guards import (
     unusual_modes,
 )
 from amct_fx.graph.questions import CodeReader
-from amct_fx.graph.ranks import RANK, expect_length, known_length, parts_made
+from amct_fx.graph.ranks import RANK, expect_length, expect_parts, known_length, parts_made
 
 if TYPE_CHECKING:
     from amct_fx.graph.attributes import Watched
@@ -195,6 +195,7 @@ class IslandTracer(fx.Tracer):
         """Unpack a shape of known rank, or the parts of a tensor."""
         parts = parts_made(obj.node)
         if parts is not None:
+            self.create_proxy("call_function", expect_parts, (obj, parts), {})
             return iter([obj[index] for index in range(parts)])  # type: ignore[index]
         length = self.length_of(obj)
         if length is None:

@@ -5,7 +5,7 @@ from amct_fx.prune.masks import keep_zeros
 from amct_fx.prune.options import PruneMode, PruneOptions
 from amct_fx.prune.parametrization import M4N2, FilterNorm, filter_norm, m4n2
 from amct_fx.prune.plan import PinnedLayer, PruneGroup, PrunePlan
-from amct_fx.prune.planning import plan_channels, prune_plan
+from amct_fx.prune.planning import follow_channels, prune_plan
 from amct_fx.prune.record import PruneRecord, add_prune_record, read_prune_record
 from amct_fx.prune.remove import remove_channels
 from amct_fx.prune.search import ChannelSearch, search_channel_pruning
@@ -22,10 +22,10 @@ __all__ = [
     "PruneRecord",
     "add_prune_record",
     "filter_norm",
+    "follow_channels",
     "keep_zeros",
     "kept_indices",
     "m4n2",
-    "plan_channels",
     "prune_plan",
     "read_prune_record",
     "remove_channels",

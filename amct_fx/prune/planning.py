@@ -43,39 +43,7 @@ if TYPE_CHECKING:
     from amct_fx.prune.channels.units import Group
     from amct_fx.prune.channels.walk import Walk
 
-__all__ = ["Analysis", "follow_channels", "not_traced", "plan_channels", "prune_plan"]
-
-
-def plan_channels(
-    model: nn.Module,
-    regions: Sequence[Region],
-    settings: Mapping[str, PruneConfig],
-    example_inputs: Any = None,
-    options: PruneOptions | None = None,
-    reasons: Mapping[str, str] | None = None,
-    facts: ShapeFacts | None = None,
-) -> PrunePlan:
-    """Analyse a traced model and choose the channels to cut.
-
-    Args:
-        model: The model; it is not changed.
-        regions: Its traced parts.
-        settings: Pruning of each enabled layer, by name; skipped layers are absent.
-        example_inputs: A tensor, a tuple of arguments, or a dict of them by name. Without it
-            usual shapes are tried.
-        options: The mode and its details.
-        reasons: Why settings do not reach other layers, or a layer is not traced, by name, for the
-            report.
-        facts: The shapes that ``example_inputs`` showed, if they are known.
-
-    Returns:
-        The plan.
-
-    Raises:
-        InputDataError: If the model cannot run on ``example_inputs``.
-        ModelError: If there are none, and no usual shape fits.
-    """
-    return follow_channels(model, regions, settings, example_inputs, options, reasons, facts).plan
+__all__ = ["Analysis", "follow_channels", "not_traced", "prune_plan"]
 
 
 @dataclass(frozen=True)
@@ -102,7 +70,26 @@ def follow_channels(
     reasons: Mapping[str, str] | None = None,
     facts: ShapeFacts | None = None,
 ) -> Analysis:
-    """As :func:`plan_channels`; return also what removal needs, while the model stays as it is."""
+    """Analyse a traced model and choose the channels to cut.
+
+    Args:
+        model: The model; it is not changed.
+        regions: Its traced parts.
+        settings: Pruning of each enabled layer, by name; skipped layers are absent.
+        example_inputs: A tensor, a tuple of arguments, or a dict of them by name. Without it
+            usual shapes are tried.
+        options: The mode and its details.
+        reasons: Why settings do not reach other layers, or a layer is not traced, by name, for the
+            report.
+        facts: The shapes that ``example_inputs`` showed, if they are known.
+
+    Returns:
+        The plan, and what removal needs besides, while the model stays as it is.
+
+    Raises:
+        InputDataError: If the model cannot run on ``example_inputs``.
+        ModelError: If there are none, and no usual shape fits.
+    """
     options = options or PruneOptions()
     _check_values(model, settings)
     if example_inputs is None:
@@ -347,9 +334,15 @@ def prune_plan(
         resolution = resolve(config, found.facts)
         captured, settings = found.captured, resolution.prune_settings
         reasons = resolution.prune_reasons | not_traced(captured, settings)
-        return plan_channels(
-            model, captured.regions, settings, example_inputs, chosen, reasons, captured.facts
-        )
+        return follow_channels(
+            model,
+            captured.regions,
+            settings,
+            example_inputs,
+            chosen,
+            reasons,
+            captured.facts,
+        ).plan
 
 
 def not_traced(captured: Capture, names: Iterable[str]) -> dict[str, str]:

@@ -26,7 +26,7 @@ from amct_fx.prune.greedy import TOLERANCE, GreedySearch, Step
 from amct_fx.prune.latency import LayerClock
 from amct_fx.prune.options import PruneKeywords, PruneOptions
 from amct_fx.prune.plan import PruneGroup, PrunePlan
-from amct_fx.prune.planning import plan_channels
+from amct_fx.prune.planning import follow_channels
 from amct_fx.prune.remove import check_fit
 from amct_fx.prune.sensitivity import Loss, TaylorLossSensitivity, samples_of
 
@@ -211,7 +211,7 @@ def _plan(
             raise ConfigError(message, file=config.file)
         wanted = {name: ratio for name in searched}
         regions, facts = found.captured.regions, found.captured.facts
-        plan = plan_channels(own, regions, wanted, inputs, options, facts=facts)
+        plan = follow_channels(own, regions, wanted, inputs, options, facts=facts).plan
     if not plan.groups:
         reasons = "; ".join(map(str, plan.pinned[:5]))
         message = f"the model has no channels that can be cut ({reasons})"

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from amct_fx.errors import ModelError
 from amct_fx.graph import capture, fx_graph_of, install_graph
@@ -317,6 +317,9 @@ def test_a_chunk_of_a_short_axis_makes_fewer_parts(width: int):
     (island,) = captured.islands
     assert "computes something else on example_inputs" in island.reason
     assert captured.island_leaves == ["fc"]
+    (region,) = capture(model, is_layer).regions  # nothing shows how many parts there are
+    with pytest.raises(ModelError, match="chunk makes 3 parts, and now it makes"):
+        fx.GraphModule(model, region.graph)(x)
 
 
 class Projected(nn.Module):

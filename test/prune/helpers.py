@@ -11,7 +11,7 @@ from torch import nn
 from amct_fx.backend_config import is_layer
 from amct_fx.config import FilterPruneConfig, M4N2PruneConfig
 from amct_fx.graph import capture
-from amct_fx.prune import PruneOptions, PrunePlan, plan_channels
+from amct_fx.prune import PruneOptions, PrunePlan, follow_channels
 from amct_fx.prune.oracles import column_mask_oracle
 
 Setting = FilterPruneConfig | M4N2PruneConfig
@@ -50,7 +50,7 @@ def plan_for(
     chosen = settings_for(model, mode, ratio, asc, skip) if settings is None else settings
     captured = capture(model, is_layer)
     details = PruneOptions(mode=mode, importance=importance, **options)
-    return plan_channels(model, captured.regions, chosen, example, details)
+    return follow_channels(model, captured.regions, chosen, example, details).plan
 
 
 def kept(plan: PrunePlan) -> dict[str, list[int]]:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from amct_fx import convert_amct, prepare_qat_amct
 from test.prune import networks as nets
 from test.prune.helpers import assert_exact, kept, plan_for
 
@@ -188,3 +189,14 @@ def test_a_part_with_one_channel_is_never_emptied() -> None:
         nn.init.normal_(model.a.weight)
         plan = plan_for(model, IMAGE, ratio=0.7)
         assert_exact(model, plan, IMAGE)
+
+
+@pytest.mark.parametrize("example", [torch.randn(1, 3, 4, 4, 4), None])
+def test_a_model_without_a_layer_that_is_quantized_is_pruned(example):
+    layers = [nn.ConvTranspose3d(3, 8, 2), nn.ReLU(), nn.ConvTranspose3d(8, 4, 2)]
+    model = nn.Sequential(*layers).eval()
+    config = """prune_config { filter_pruner { balanced_l2_norm_filter_prune {
+        prune_ratio: 0.5 ascend_optimized: false } } }"""
+    small = convert_amct(prepare_qat_amct(model, config, example))
+    assert (small[0].out_channels, small[2].in_channels) == (4, 4)
+    assert small(torch.randn(1, 3, 4, 4, 4)).shape == (1, 4, 6, 6, 6)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
+from amct_fx.graph.ranks import expect_parts
 from amct_fx.prune.channels.rearrange import (
     Shape,
     axes_only,
@@ -322,6 +323,7 @@ FUNCTIONS: dict[Any, Handler] = {
     torch.narrow: narrow,
     torch.select: axes_only,
     operator.getitem: getitem,
+    expect_parts: lambda walk, node: None,
 }
 METHODS: dict[str, Handler] = {
     "split": split,

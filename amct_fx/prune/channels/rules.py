@@ -167,7 +167,8 @@ _BY_NAME: dict[str, Handler] = {
 def _handler(walk: Walk, node: fx.Node) -> Handler | None:
     if node not in walk.handlers:
         walk.handlers[node] = _found_handler(walk, node)
-    return walk.handlers[node]
+    known: Handler | None = walk.handlers[node]
+    return known
 
 
 def _found_handler(walk: Walk, node: fx.Node) -> Handler | None:
