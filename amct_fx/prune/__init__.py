@@ -4,7 +4,8 @@ from amct_fx.prune.kept import kept_indices
 from amct_fx.prune.masks import keep_zeros
 from amct_fx.prune.options import PruneMode, PruneOptions
 from amct_fx.prune.parametrization import M4N2, FilterNorm, filter_norm, m4n2
-from amct_fx.prune.plan import PinnedLayer, PruneGroup, PrunePlan
+from amct_fx.prune.plan import PrunePlan
+from amct_fx.prune.plan_parts import PinnedLayer, PruneGroup
 from amct_fx.prune.planning import follow_channels, prune_plan
 from amct_fx.prune.record import PruneRecord, add_prune_record, read_prune_record
 from amct_fx.prune.remove import remove_channels

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from amct_fx.prune.plan import PruneGroup
+    from amct_fx.prune.plan_parts import PruneGroup
 
 __all__ = ["as_mask", "check_choice", "unit_stays", "whole_numbers"]
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from amct_fx.prune.latency import LayerClock
-    from amct_fx.prune.plan import PruneGroup, PrunePlan
+    from amct_fx.prune.plan import PrunePlan
+    from amct_fx.prune.plan_parts import PruneGroup
 
 __all__ = ["CostModel", "Metric", "Taken"]
 

@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING
 
 from amct_fx.config import M4N2PruneConfig
-from amct_fx.prune.plan import LayerCost
+from amct_fx.prune.plan_parts import LayerCost
 
 if TYPE_CHECKING:
     from amct_fx.prune.channels.steps import Replay

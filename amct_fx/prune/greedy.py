@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from amct_fx.prune.cost import CostModel
     from amct_fx.prune.levels import Level
-    from amct_fx.prune.plan import PruneGroup
+    from amct_fx.prune.plan_parts import PruneGroup
 
 __all__ = ["TOLERANCE", "GreedySearch", "Step"]
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from amct_fx.prune.channels.walk import float_class
 
 if TYPE_CHECKING:
-    from amct_fx.prune.plan import LayerCost, PrunePlan
+    from amct_fx.prune.plan import PrunePlan
+    from amct_fx.prune.plan_parts import LayerCost
 
 __all__ = ["LayerClock"]
 

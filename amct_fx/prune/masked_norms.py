@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from amct_fx.graph.region import GraphForward, fx_graph_of, guard_of, install_graph
 
 if TYPE_CHECKING:
-    from amct_fx.prune.plan import NormMask
+    from amct_fx.prune.plan_parts import NormMask
 
 __all__ = ["MaskedNorm", "attach_norm_masks", "fold_norm_masks", "kept_statistics"]
 

@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from amct_fx.prune.plan import LayerCost, PrunePlan
+    from amct_fx.prune.plan import PrunePlan
+    from amct_fx.prune.plan_parts import LayerCost
 
 __all__ = ["Sizes", "cost_after", "parameters_gone", "remaining_sizes"]
 

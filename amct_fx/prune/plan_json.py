@@ -11,7 +11,8 @@ from amct_fx.errors import PruneError
 from amct_fx.prune.choices import whole_numbers
 from amct_fx.prune.levels import Block, Level
 from amct_fx.prune.options import PruneOptions
-from amct_fx.prune.plan import LayerCost, Member, PinnedLayer, PruneGroup, PrunePlan
+from amct_fx.prune.plan import PrunePlan
+from amct_fx.prune.plan_parts import LayerCost, Member, PinnedLayer, PruneGroup
 
 __all__ = ["plan_from_json", "plan_to_json"]
 

@@ -26,7 +26,8 @@ from amct_fx.prune.costs import layer_costs
 from amct_fx.prune.inputs import example_specs, guess_inputs
 from amct_fx.prune.levels import levels_of
 from amct_fx.prune.options import PruneKeywords, PruneOptions
-from amct_fx.prune.plan import Member, PinnedLayer, PruneGroup, PrunePlan
+from amct_fx.prune.plan import PrunePlan
+from amct_fx.prune.plan_parts import Member, PinnedLayer, PruneGroup
 
 if TYPE_CHECKING:
     import os

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from amct_fx.config.record_pb2 import ScaleOffsetRecord
-    from amct_fx.prune.plan import Member, PruneGroup, PrunePlan
+    from amct_fx.prune.plan import PrunePlan
+    from amct_fx.prune.plan_parts import Member, PruneGroup
 
 __all__ = [
     "PruneRecord",

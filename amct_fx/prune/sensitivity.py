@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from amct_fx.errors import InputDataError
 
 if TYPE_CHECKING:
-    from amct_fx.prune.plan import PruneGroup
+    from amct_fx.prune.plan_parts import PruneGroup
 
 __all__ = ["Loss", "Samples", "TaylorLossSensitivity", "samples_of"]
 

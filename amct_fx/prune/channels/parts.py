@@ -81,7 +81,7 @@ def unbind(walk: Walk, node: fx.Node) -> None:
 def chunk(walk: Walk, node: fx.Node) -> None:
     """Handle chunk: equal parts stay equal; others become those of a split if they must."""
 
-    def plain(total: int, axis: int, given: Any) -> list[int]:
+    def plain(total: int, given: Any) -> list[int]:
         return [len(part) for part in torch.arange(total).chunk(given)]
 
     def arguments(node: fx.Node, state: Replay, lengths: list[int], axis: int) -> Any:
@@ -94,7 +94,7 @@ def chunk(walk: Walk, node: fx.Node) -> None:
 def tensor_split(walk: Walk, node: fx.Node) -> None:
     """Handle tensor_split, by a number of parts or by the places of the cuts."""
 
-    def plain(total: int, axis: int, given: Any) -> list[int]:
+    def plain(total: int, given: Any) -> list[int]:
         return [len(part) for part in torch.arange(total).tensor_split(given)]
 
     def arguments(node: fx.Node, state: Replay, lengths: list[int], axis: int) -> Any:
@@ -108,7 +108,7 @@ def _divide(
     walk: Walk,
     node: fx.Node,
     names: tuple[str, ...],
-    plain: Callable[[int, int, Any], list[int]],
+    plain: Callable[[int, Any], list[int]],
     changed: Callable[[fx.Node, Replay, list[int], int], Any],
 ) -> None:
     """Handle an operation that divides an axis as its first argument says.
@@ -135,7 +135,7 @@ def _divide(
 
     def arguments(state: Replay, sizes: list[Shape]) -> Any:
         lengths = [size[axis] for size in sizes]
-        if plain(sum(lengths), axis, given) == lengths:
+        if plain(sum(lengths), given) == lengths:
             return None
         return changed(node, state, lengths, axis)
 

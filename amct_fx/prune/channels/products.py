@@ -91,14 +91,14 @@ def matmul(walk: Walk, node: fx.Node) -> None:
     if None in shapes or any(len(shape or ()) < 2 for shape in shapes):
         walk.pin_inputs(node, "unknown_op", "it multiplies with a vector")
         return
-    _product(walk, node, left, right, -2)
+    _product(walk, node, left, right)
 
 
-def _product(walk: Walk, node: fx.Node, left: fx.Node, right: fx.Node, contracted: int) -> None:
-    """Contract the last axis of ``left`` with an axis of ``right``."""
+def _product(walk: Walk, node: fx.Node, left: fx.Node, right: fx.Node) -> None:
+    """Contract the last axis of ``left`` with the last but one of ``right``."""
     a, b = walk.space(left), walk.space(right)
     ends_a = a is not None and a.axis == a.atoms.dim() - 1
-    ends_b = b is not None and b.axis == b.atoms.dim() + contracted
+    ends_b = b is not None and b.axis == b.atoms.dim() - 2
     if ends_a or ends_b:
         if a is None or b is None or not (ends_a and ends_b):
             walk.pin_inputs(node, "unknown_op", "it contracts channels with something that stays")
@@ -108,25 +108,18 @@ def _product(walk: Walk, node: fx.Node, left: fx.Node, right: fx.Node, contracte
             walk.fixed.setdefault(node, pin)
         return
     free = [value for value in (left, right) if walk.space(value) is not None]
-    _carry(walk, node, free, (left, right), contracted)
+    _carry(walk, node, free, is_left=free[:1] == [left])
 
 
-def _carry(
-    walk: Walk, node: fx.Node, free: list[fx.Node], operands: tuple[Any, Any], contracted: int
-) -> None:
-    """Let the channels along a free axis pass."""
+def _carry(walk: Walk, node: fx.Node, free: list[Any], *, is_left: bool) -> None:
+    """Let the channels along a free axis of one operand pass."""
     shape = walk.shape(node)
     space = walk.space(free[0]) if len(free) == 1 else None
     if shape is None or space is None:
         walk.pin_inputs(node, "unknown_op", "both operands bring channels")
         return
     rank = space.atoms.dim()
-    is_left = free[0] is operands[0]
-    own, forbidden = (
-        (rank - 2, rank - 1)
-        if is_left
-        else ((rank - 1, rank - 2) if contracted == -2 else (rank - 2, rank - 1))
-    )
+    own, forbidden = (rank - 2, rank - 1) if is_left else (rank - 1, rank - 2)
     if space.axis != own or forbidden in space.axes:
         walk.pin_inputs(node, "reduction_over_axis", "it contracts or batches the channels")
         return
@@ -186,7 +179,7 @@ def attention(walk: Walk, node: fx.Node) -> None:
     if walk.space(value) is None:
         walk.settle(node, None, [value])
         return
-    _carry(walk, node, [value], (None, value), -2)
+    _carry(walk, node, [value], is_left=False)
 
 
 def _for_each_query(walk: Walk, node: fx.Node, query: fx.Node, value: fx.Node) -> Any:

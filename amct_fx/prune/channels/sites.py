@@ -13,7 +13,7 @@ __all__ = ["Role", "Site", "SiteKey"]
 SiteKey: TypeAlias = tuple[str, int]
 """Name of a parameter or buffer in the model, and its axis."""
 
-Role: TypeAlias = Literal["row", "column", "attached", "contracted"]
+Role: TypeAlias = Literal["row", "column", "attached"]
 
 
 @dataclass

@@ -103,7 +103,6 @@ class Rows(Step):
     sites: tuple[SiteKey, ...]
     groups: int
     attribute: tuple[str, str]
-    axis: int | None = None
 
     def replay(self, state: Replay) -> None:
         """Keep the rows in their order, equally many in each group of the convolution."""

@@ -43,7 +43,7 @@ class Group:
             the rows of one are in the order of joining.
         ratio: Share to remove: the least of the producers.
         ascend_optimized: Whether any producer asks for multiples of 16.
-        balance: _Blocks that keep equal counts.
+        balance: Blocks that keep equal counts.
         source: What asks for the blocks.
         scores: One for each unit.
         keep: How many units stay.
