@@ -72,8 +72,10 @@ class DryRun(TorchFunctionMode):
         given = [leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor)]
         tensors = owned + given
         devices = {tensor.device for tensor in tensors}
-        autocast = any(map(torch.is_autocast_enabled, {device.type for device in devices}))
-        if not given or len(devices) > 1 or autocast or not all(map(_is_usual, tensors)):
+        kinds = {device.type for device in devices}
+        if "meta" in kinds or any(map(torch.is_autocast_enabled, kinds)):
+            return None
+        if not given or len(devices) > 1 or not all(map(_is_usual, tensors)):
             return None
         if any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
             return None

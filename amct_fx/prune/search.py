@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from amct_fx.graph.capture import Region
-    from amct_fx.prune.plan_parts import PruneGroup
 
 __all__ = ["ChannelSearch", "search_channel_pruning"]
 
