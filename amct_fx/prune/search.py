@@ -26,7 +26,6 @@ from amct_fx.prune.greedy import TOLERANCE, GreedySearch, Step
 from amct_fx.prune.latency import LayerClock
 from amct_fx.prune.options import PruneKeywords, PruneOptions
 from amct_fx.prune.plan import PrunePlan
-from amct_fx.prune.plan_parts import PruneGroup
 from amct_fx.prune.planning import follow_channels
 from amct_fx.prune.remove import check_fit
 from amct_fx.prune.sensitivity import Loss, TaylorLossSensitivity, samples_of
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from amct_fx.graph.capture import Region
+    from amct_fx.prune.plan_parts import PruneGroup
 
 __all__ = ["ChannelSearch", "search_channel_pruning"]
 
