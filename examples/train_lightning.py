@@ -91,8 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         {"model": "prepared", "accuracy": prepared},
         {"model": "converted", "accuracy": share_right(converted, *digits().held_out)},
     ]
-    print_table("Digits in Lightning", rows)
     print(callback.recorder)
+    print_table("Digits in Lightning", rows)
 
 
 if __name__ == "__main__":

@@ -101,9 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         {"model": "float", "accuracy": floating},
         {"model": "prepared", "accuracy": fit(prepared, options.epochs, 2e-4, [callback])},
     ]
-    print_table("BERT in a Trainer", rows)
     print(callback.recorder)
     print(amct_fx.summarize(prepared).totals)
+    print_table("BERT in a Trainer", rows)
 
 
 if __name__ == "__main__":
