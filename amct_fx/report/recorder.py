@@ -56,7 +56,7 @@ class TrainingRecorder:
     Args:
         model: The prepared model, wrapped or not.
         every: Record one of so many steps.
-        max_records: At most so many steps are kept.
+        max_records: At most so many steps, and values of each scalar, are kept.
         writer: Gets each recorded value at once, for example TensorBoard's ``SummaryWriter``.
 
     Raises:
@@ -118,7 +118,7 @@ class TrainingRecorder:
         self._steps.append(self.count)
         self._clips.append(self._clips_now())
         for name, value in values.items():
-            self._scalars.setdefault(name, []).append((self.count, value))
+            self._keep(name, value)
         if self.writer is not None:
             self._write(self.writer, values)
         if len(self._steps) >= self.max_records:
@@ -139,7 +139,7 @@ class TrainingRecorder:
         """Keep values for the current step, whether or not its clips are recorded."""
         for name, value in scalars.items():
             kept = _detached(value)
-            self._scalars.setdefault(name, []).append((self.count, kept))
+            self._keep(name, kept)
             if self.writer is not None:
                 self.writer.add_scalar(name, float(kept), self.count)
 
@@ -232,10 +232,13 @@ class TrainingRecorder:
         kept = [index for index, step in enumerate(self._steps) if step % self.every == 0]
         self._steps = [self._steps[index] for index in kept]
         self._clips = [self._clips[index] for index in kept]
-        self._scalars = {
-            name: [pair for pair in pairs if pair[0] % self.every == 0] or pairs[-1:]
-            for name, pairs in self._scalars.items()
-        }
+
+    def _keep(self, name: str, value: Any) -> None:
+        """Add a value to its series, which is thinned out by its own length."""
+        pairs = self._scalars.setdefault(name, [])
+        pairs.append((self.count, value))
+        while len(pairs) >= self.max_records:
+            del pairs[::2]
 
 
 def history_of(recorder: TrainingRecorder | History) -> History:

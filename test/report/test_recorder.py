@@ -60,6 +60,19 @@ def test_a_long_training_is_thinned_out_and_stays_within_its_limit() -> None:
     assert history.scalars["loss"][0] == history.steps
 
 
+def test_values_logged_at_other_steps_are_thinned_out_by_their_own_number() -> None:
+    model = prepare_qat_amct(nn.Sequential(nn.Linear(4, 2)))
+    recorder = TrainingRecorder(model, max_records=8)
+    for step in range(1, 101):
+        recorder.step()
+        if step % 15 == 0:
+            recorder.log(loss=float(step))
+        recorder.log(often=float(step))
+    history = recorder.history()
+    assert history.scalars["loss"][0] == [15, 30, 45, 60, 75, 90]
+    assert 3 < len(history.scalars["often"][0]) < 8
+
+
 def test_nothing_is_read_from_the_device_while_the_training_runs() -> None:
     _, recorder, _ = training(1)
     with pytest.MonkeyPatch.context() as patch:
