@@ -114,7 +114,19 @@ _JOINS |= {operator.mul, operator.imul, "mul", "mul_", torch.concat}
 
 def module_of(node: fx.Node, root: nn.Module) -> nn.Module | None:
     """Return the module that a ``call_module`` node calls, else ``None``."""
-    return root.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return submodule(root, str(node.target)) if node.op == "call_module" else None
+
+
+def submodule(root: nn.Module, path: str) -> nn.Module:
+    """Return ``root.get_submodule(path)``, which asks for every part of the path three times."""
+    module: Any = root
+    for name in path.split("."):
+        table = vars(module).get("_modules")
+        module = table.get(name) if type(table) is dict else None
+        if module is None:
+            return root.get_submodule(path)
+    found: nn.Module = module
+    return found
 
 
 def layer_calls(graph: fx.Graph, root: nn.Module) -> dict[nn.Module, list[fx.Node]]:

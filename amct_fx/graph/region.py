@@ -10,6 +10,7 @@ working.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -51,6 +52,20 @@ class GraphForward(nn.Module):
         record = graph_to_record(self._fx_graph)
         return _rebuild, (self._original_class, record, self._guard), state
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Copy the graph and share the code that was generated from it."""
+        own = getattr(self._original_class, "__deepcopy__", None)
+        if own is not None:
+            copied: nn.Module = own(self, memo)
+            return copied
+        build, arguments, state = self.__reduce_ex__(4)
+        made: GraphForward = build(*arguments)
+        memo[id(self)] = made
+        record: GraphRecord = made.__dict__.pop("_graph_record")
+        super(GraphForward, made).__setstate__(copy.deepcopy(state, memo))  # type: ignore[no-untyped-call]
+        _attach(made, graph_from_record(record), self._guard, type(self).forward)
+        return made
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the attributes, then compile the graph, whose modules exist only now."""
         record: GraphRecord = self.__dict__.pop("_graph_record")
@@ -75,12 +90,7 @@ def install_graph(module: nn.Module, graph: fx.Graph, guard: Guard = OPEN) -> No
     run: Callable[..., Any] = type(generated).forward
     run = _explaining(run)
     forward = run if guard.is_open else guarded_forward(guard, run, original)
-    module.__class__ = _graph_class(original, forward)
-    module.__dict__["_original_class"] = original
-    module.__dict__["_guard"] = guard
-    module.__dict__["_watched_values"] = resolved(module, guard.watched)
-    module.__dict__["_fx_graph"] = generated.graph
-    generated.graph.owning_module = None
+    _attach(module, generated.graph, guard, forward)
 
 
 def _explaining(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,6 +135,17 @@ def _check_part(region: nn.Module, prefix: str, target: str) -> None:
             )
             raise ModelStateError(message)
         owner = getattr(owner, name)
+
+
+def _attach(module: nn.Module, graph: fx.Graph, guard: Guard, forward: Callable[..., Any]) -> None:
+    """Let a module run the code that was generated from a graph."""
+    original = _class_under(module)
+    module.__class__ = _graph_class(original, forward)
+    module.__dict__["_original_class"] = original
+    module.__dict__["_guard"] = guard
+    module.__dict__["_watched_values"] = resolved(module, guard.watched)
+    module.__dict__["_fx_graph"] = graph
+    graph.owning_module = None
 
 
 class PlainModule(nn.Module):

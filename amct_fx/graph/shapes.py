@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from amct_fx.errors import InputDataError
-from amct_fx.graph.facts import layer_calls
+from amct_fx.graph.facts import layer_calls, submodule
 from amct_fx.graph.signature import as_call
 from amct_fx.graph.trial import trial
 
@@ -244,6 +244,7 @@ class _Recorder(fx.Interpreter):
         super().__init__(region.module, graph=region.graph)
         self.facts: dict[str, Any] = {}
         self.outputs: Any = None
+        self._root = region.module
         self._form = region.guard.form
         self._results = results or {}
 
@@ -266,11 +267,12 @@ class _Recorder(fx.Interpreter):
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module, unless its result is known."""
-        known = self._results.get(self.fetch_attr(target), ()) if self._results else ()
+        module = submodule(self._root, target)
+        known = self._results.get(module, ())
         for result in known if len(args) == 1 and not kwargs else ():
             if result.answers(args[0]):
                 return result.output
-        return super().call_module(target, args, kwargs)
+        return module(*args, **kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node."""

@@ -75,7 +75,7 @@ def still_parametrizations(model: nn.Module) -> Iterator[None]:
     moving = [
         part
         for module in model.modules()
-        if parametrize.is_parametrized(module)
+        if "parametrizations" in module._modules
         for part in cast("nn.ModuleDict", module.parametrizations).modules()
         if part.training
     ]

@@ -198,3 +198,37 @@ def test_a_layer_that_was_replaced_after_prepare_is_named(
         prepared[1][0] = replacement
     with pytest.raises(ModelStateError, match=message):
         use(prepared)
+
+
+def test_a_copy_shares_the_code_and_not_the_graph(x):
+    model = traced()
+    copied = copy.deepcopy(model)
+    assert type(copied).forward is type(model).forward
+    assert fx_graph_of(copied) is not fx_graph_of(model)
+    assert {node.graph for node in fx_graph_of(copied).nodes} == {fx_graph_of(copied)}
+    torch.nn.init.zeros_(copied.conv.weight)
+    assert not torch.equal(copied(x)["y"], model(x)["y"])
+
+
+class OwnCopy(nn.Module):
+    """Says itself how it is copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+        self.copies = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnCopy:
+        made = type(self)()
+        made.copies = self.copies + 1
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x).relu()
+
+
+def test_a_class_that_copies_itself_still_does():
+    model = OwnCopy()
+    (region,) = capture(model, lambda m: type(m) is nn.Linear).regions
+    install_graph(model, region.graph)
+    assert copy.deepcopy(model).copies == 1

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.utils import parametrize
 
 from amct_fx.config import FilterPruneConfig
+from amct_fx.graph.facts import submodule
 from amct_fx.graph.shapes import TensorFact
+from amct_fx.nn.become import float_class_of
 from amct_fx.prune.channels.atoms import Atoms, Pin
 from amct_fx.prune.channels.space import Space
 
@@ -192,7 +193,7 @@ class Walk:
         if node.op != "call_module":
             return None
         if node not in self._modules:
-            found = self.region(node).module.get_submodule(str(node.target))
+            found = submodule(self.region(node).module, str(node.target))
             self._modules[node] = found
         return self._modules[node]
 
@@ -382,5 +383,5 @@ def fixed_atoms(count: int) -> Tensor:
 
 def float_class(module: nn.Module) -> type[nn.Module]:
     """Return the class of a layer, below parametrizations and quantization."""
-    cls: type[nn.Module] = parametrize.type_before_parametrizations(module)
+    cls = float_class_of(module)
     return getattr(cls, "float_class", cls)
