@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from amct_fx.callbacks._missing import stand_in
 from amct_fx.control import QATSchedule, freeze_bn
+from amct_fx.distributed import ignore_quantizer_buffers
 from amct_fx.report.recorder import TrainingRecorder
 
 try:
@@ -52,10 +53,17 @@ class QATCallback(TrainerCallback, ExportableState):
         self._record: dict[str, Any] | None = None
         self._hook: RemovableHandle | None = None
 
+    def on_init_end(
+        self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any
+    ) -> None:
+        """Let each process keep its own ranges, also where the prepared model is only a part."""
+        ignore_quantizer_buffers(model)
+
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any
     ) -> None:
         """Begin to record, and to keep batch norms frozen: the trainer calls ``model.train()``."""
+        self._take_hook_off()  # of a training that ended with an error
         self._hook = model.register_forward_pre_hook(self._freeze)
         if self.record_every is None:
             return
@@ -83,6 +91,9 @@ class QATCallback(TrainerCallback, ExportableState):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the hook off the model."""
+        self._take_hook_off()
+
+    def _take_hook_off(self) -> None:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

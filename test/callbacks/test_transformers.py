@@ -93,6 +93,34 @@ def test_batch_norms_stay_frozen_although_the_trainer_calls_train(tmp_path: Path
     assert len(model._forward_pre_hooks) == hooks
 
 
+def test_a_part_that_is_prepared_keeps_its_ranges_to_each_process(tmp_path: Path) -> None:
+    model = Classifier()
+    model.net = prepare_qat_amct(model.net)
+    train(model, QATCallback(), tmp_path, 1)
+    assert "net.stem.input_fake_quant.calibrated" in model._ddp_params_and_buffers_to_ignore
+
+
+def test_a_training_that_ends_with_an_error_leaves_one_hook_less_at_the_next(
+    tmp_path: Path,
+) -> None:
+    class Stops(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
+
+    model, callback = prepared(), QATCallback(schedule())
+    hooks = len(model._forward_pre_hooks)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=2
+    )
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=data(), callbacks=[callback, Stops()]
+    )
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    train(model, callback, tmp_path, 1)
+    assert len(model._forward_pre_hooks) == hooks
+
+
 def test_a_checkpoint_brings_back_schedule_and_record(tmp_path: Path) -> None:
     whole, straight = prepared(), QATCallback(schedule(), record_every=1)
     train(whole, straight, tmp_path / "a", 3)
