@@ -42,6 +42,7 @@ def test_mode_amct_is_exact(net: RandomNet) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @settings(max_examples=3000, suppress_health_check=QUIET)
 @given(random_nets(), st.sampled_from([0.1, 0.3, 0.5, 0.7, 0.9]), NORM_AXIS)
 def test_native_mode_is_exact_on_many_more(net: RandomNet, ratio: float, norm_axis: str) -> None:
