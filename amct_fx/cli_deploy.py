@@ -10,11 +10,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from torch import nn
 
 from amct_fx.cli_tools import (
     AsJson,
@@ -34,8 +32,11 @@ from amct_fx.errors import ModelStateError
 from amct_fx.onnx import export_onnx, verify_onnx
 from amct_fx.onnx.arguments import FORMATS
 from amct_fx.prune import prune_plan
-from amct_fx.report.batches import Batches
+from amct_fx.report.batches import Batches, device_of
 from amct_fx.report.table import plain_data
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["add_commands", "quiet_exporter"]
 
@@ -203,9 +204,8 @@ def _arguments(network: nn.Module, inputs: list[str] | None, data: str | None) -
         message = "say what the model takes, by --input SHAPE or by --data PKG.MOD:NAME"
         message += "" if inputs is None else "; not by both"
         raise typer.BadParameter(message, param_hint="--input")
-    device = next((p.device for p in network.parameters()), torch.device("cpu"))
     if data is None:
-        return make_inputs(inputs, device)
+        return make_inputs(inputs, device_of(network))
     batch = next(iter(Batches(make_object(data, "--data"), 1)))
     first = batch[0] if isinstance(batch, (tuple, list)) else batch
     return tuple(first) if isinstance(first, (tuple, list)) else (first,)

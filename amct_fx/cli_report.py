@@ -30,7 +30,7 @@ from amct_fx.cli_tools import (
 )
 from amct_fx.errors import InputDataError
 from amct_fx.report import Analysis, History, Summary, analyze, save_html, save_png, summarize
-from amct_fx.report.batches import Batches, moved, run_batch
+from amct_fx.report.batches import Batches, device_of, moved, run_batch
 
 __all__ = ["add_commands"]
 
@@ -229,7 +229,7 @@ def _calibrate(model: nn.Module, batches: Batches) -> None:
     inputs = [part for part in quantizers if hasattr(part, "clip_max")]
     if any(getattr(part, "is_calibrated", True) for part in inputs):
         return
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     number = max((getattr(part, "batch_num", 1) for part in inputs), default=1)
     training = model.training
     model.eval()
@@ -264,8 +264,7 @@ def _float_model(name: str | None, prepared: nn.Module) -> nn.Module | None:
     """Return the float model to compare with, on the device of the prepared one."""
     if name is None:
         return None
-    device = next((p.device for p in prepared.parameters()), torch.device("cpu"))
-    return make_model(name, "--float-model").to(device)
+    return make_model(name, "--float-model").to(device_of(prepared))
 
 
 def _read_history(path: Path) -> History:

@@ -129,7 +129,7 @@ class Suggestion:
             quant_skip_layers: "head"
         """
         comments = [
-            f"# the override for {override} beats a skip: let it leave these layers out"
+            f"# the override for {override} beats a skip: take these layers out of it"
             for override in self.overrides
         ]
         skips = fields_to_text({"quant_skip_layers": self.layers}).rstrip("\n")

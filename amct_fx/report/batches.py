@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amct_fx.errors import ArgumentTypeError, InputDataError
+from amct_fx.errors import ArgumentTypeError, InputDataError, first_line
 
-__all__ = ["Batches", "Forward", "moved", "run_batch", "samples_in", "tensors_in"]
+__all__ = ["Batches", "Forward", "device_of", "moved", "run_batch", "samples_in", "tensors_in"]
 
 Forward = Callable[[nn.Module, Any], Any]
 """Calls a model with a batch."""
@@ -116,11 +116,11 @@ def run_batch(model: nn.Module, batch: Any, number: int, forward: Forward | None
     except Exception as error:  # whatever the user's model or function raises
         if isinstance(error, InputDataError):
             raise
-        first = (str(error).splitlines() or [""])[0]
         message = (
             f"the model cannot run on batch {number} ({_shapes(batch)}): "
-            f"{type(error).__name__}: {first}; a tuple or list is read as (input, targets …), "
-            "a mapping as keyword arguments; for anything else pass forward=lambda model, batch: …"
+            f"{type(error).__name__}: {first_line(error)}; a tuple or list is read as (input, "
+            "targets …), a mapping as keyword arguments; for anything else pass "
+            "forward=lambda model, batch: …"
         )
         raise InputDataError(message) from error
 
@@ -150,6 +150,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield from tensors_in(getattr(value, field.name))
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return where a model is: of a converted one only buffers may be left to tell."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def moved(value: Any, device: torch.device) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from amct_fx.errors import InputDataError
 from amct_fx.report.analysis import Analysis, Sensitivity
-from amct_fx.report.batches import Forward, moved, run_batch, samples_in
+from amct_fx.report.batches import Forward, device_of, moved, run_batch, samples_in
 from amct_fx.report.layer_sums import LayerSums, add_outputs
 from amct_fx.report.measures import ErrorSum
 from amct_fx.report.switchboard import BOTH, Call, LayerCall, Switchboard, copied
@@ -97,7 +97,7 @@ class _Batch:
 
     def run_elsewhere(self, model: nn.Module) -> Any:
         """Call a model on a device of its own, and bring the result back."""
-        batch = replace(self, batch=moved(self.batch, _device_of(model)))
+        batch = replace(self, batch=moved(self.batch, device_of(model)))
         return moved(batch.run(model), self.device)
 
 
@@ -130,7 +130,7 @@ class Study:
         self._output = ErrorSum()
         self._values: dict[str, float] = {}
         self._batches = self._samples = 0
-        self._device = _device_of(board.model)
+        self._device = device_of(board.model)
 
     def measure(self, batches: Batches, report: ProgressReport) -> None:
         """Run through all batches."""
@@ -324,11 +324,6 @@ def _see(seen: _Watched, name: str, module: nn.Module, args: Any, kwargs: Any, o
 def _first_call(name: str, calls: list[Call]) -> int | None:
     """Return the position of the first call of a layer."""
     return next((index for index, call in enumerate(calls) if call.name == name), None)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    tensors = (*model.parameters(), *model.buffers())
-    return tensors[0].device if tensors else torch.device("cpu")
 
 
 @contextmanager
