@@ -271,6 +271,15 @@ def test_a_clip_that_hardly_moves_is_drawn_flat(page: Page) -> None:
     assert page.run(flat) == pytest.approx(0, abs=0.2)
 
 
+def test_the_boxes_of_the_network_show_the_ends_of_long_names(page: Page) -> None:
+    shown = page.run("[...document.querySelectorAll('#graph g text')].map((t) => t.textContent)")
+    data = json.loads(page.run("document.getElementById('data').textContent"))
+    assert shown == [node["label"] for node in data["graph"]["nodes"]]
+    long = [label for label in shown if label.startswith("…")]
+    assert long
+    assert all(NASTY.endswith(label[1:]) and len(label) <= 20 for label in long)
+
+
 def test_the_history_and_the_prune_plan_are_drawn(page: Page) -> None:
     titles = page.run("[...document.querySelectorAll('#history h3')].map((h) => h.textContent)")
     assert titles[:2] == ["loss", "accuracy"]
