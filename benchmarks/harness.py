@@ -152,11 +152,14 @@ def saved_bytes(loss: Callable[[], torch.Tensor], model: nn.Module) -> int:
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
     """Return the most memory that tensors took during a run, beyond what they took before.
 
-    A first run is not counted: what it leaves is what a training has between two steps. On a CPU it
-    is recorded as well, since the profiler does not know how large older tensors are.
+    Runs before it are not counted: they leave what a training has between two steps. On a CPU the
+    last of them is recorded as well, since the profiler does not know how large older tensors are.
+    Several, since :func:`saved_bytes` ran a forward whose weights the next step found unchanged, as
+    when gradients are accumulated, and quantized weights are kept for a while then.
     """
-    if device.type != "cpu":
+    for _ in range(3):
         run()
+    if device.type != "cpu":
         module = getattr(torch, device.type)
         synchronize(device)
         module.reset_peak_memory_stats(device)

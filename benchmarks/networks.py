@@ -113,7 +113,7 @@ class Chain(nn.Module):
     Args:
         depth: Number of convolutions.
         channels: Their channels.
-        residual: Add the input of each to its output; without that the gradients of hundreds overflow.
+        residual: Add the input of each to its output; else the gradients of hundreds overflow.
     """
 
     def __init__(self, depth: int, channels: int = 8, *, residual: bool = False) -> None:
