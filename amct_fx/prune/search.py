@@ -50,8 +50,10 @@ class ChannelSearch:
     """What a search found.
 
     Attributes:
-        plan: The channels to cut, for ``prepare_qat_amct(..., plan=...)``.
-        config: The same as prune ratios of single layers.
+        plan: The channels to cut of the layers that were searched, for
+            ``prepare_qat_amct(..., plan=...)``.
+        config: The same as prune ratios of single layers, with the entries of
+            ``override_prune_cfg``.
         target: The ratio that was asked for.
         ratio: Cost before over cost after.
         metric: What was counted.
