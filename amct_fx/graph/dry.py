@@ -64,6 +64,7 @@ class DryRun(TorchFunctionMode):
         self._expected: Iterator[_Call] | None = None
         self._now: dict[int, Tensor] = {}
         self._stale: set[int] = set()
+        self._differs = False
 
     @classmethod
     def of(cls, model: nn.Module, call: Any) -> DryRun | None:
@@ -114,10 +115,10 @@ class DryRun(TorchFunctionMode):
             Unknown: The body makes another call, or fewer.
         """
         self._expected = iter(self._calls)
-        self._now, self._stale = {}, set()
+        self._now, self._stale, self._differs = {}, set(), False
         with self:
             yield
-        if next(self._expected, None) is not None:
+        if self._differs or next(self._expected, None) is not None:
             self._differ()
 
     def __torch_function__(
@@ -205,6 +206,7 @@ class DryRun(TorchFunctionMode):
         return a is b or (type(a) is type(b) and isinstance(a, _CONSTANTS) and bool(a == b))
 
     def _differ(self) -> NoReturn:
+        self._differs = True  # even if the model catches the error
         message = "the calls differ"
         raise Unknown(message)
 

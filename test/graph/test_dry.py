@@ -181,7 +181,6 @@ def test_values_and_unknown_functions_need_a_real_run(function: Any):
         IMAGES.double(),
         IMAGES[:, :5],
         (IMAGES, 1),
-        IMAGES.to("meta"),
     ],
 )
 def test_inputs_that_do_not_fit_are_not_followed(inputs: Any):
@@ -189,7 +188,8 @@ def test_inputs_that_do_not_fit_are_not_followed(inputs: Any):
         record_calls(_Model(lambda _, x: x), inputs)
 
 
-def test_autocast_is_not_followed():
+def test_autocast_and_meta_tensors_are_not_followed():
+    assert DryRun.of(nn.Linear(2, 2), ((torch.ones(1, 2, device="meta"),), {})) is None
     with torch.autocast("cpu", torch.bfloat16):
         assert DryRun.of(nn.Linear(2, 2), ((torch.ones(1, 2),), {})) is None
 
@@ -226,3 +226,25 @@ def test_an_addition_in_place_that_others_see_is_another_computation(function: A
     assert calls.dry is not None
     with pytest.raises(Unknown):
         tried_on(region, IMAGES, calls)
+
+
+class _Turns(nn.Module):
+    """Computes something else at every call, and hides what fails."""
+
+    turn = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        _Turns.turn += 1
+        try:
+            return x.relu() if _Turns.turn % 2 else x.sigmoid()
+        except Exception:
+            return x
+
+
+def test_a_difference_that_the_model_hides_is_one():
+    model = nn.Sequential(_Turns(), nn.Conv2d(6, 4, 1))
+    calls = record_calls(model, IMAGES)
+    tracer = fx.Tracer()
+    tracer.is_leaf_module = lambda *_: True  # type: ignore[method-assign]
+    with pytest.raises(Unknown):
+        tried_on(Region("", model, tracer.trace(model)), IMAGES, calls)
