@@ -19,7 +19,7 @@ from amct_fx.backend_config import (
 )
 from amct_fx.choices import check_choices
 from amct_fx.graph import Capture, FixedMinRule, capture, lift_functional_layers
-from amct_fx.graph.guards import constants_removed
+from amct_fx.graph.guards import constant_remover
 
 if TYPE_CHECKING:
     from torch import nn
@@ -102,7 +102,7 @@ def discovered(
     calls = recorded_run(model, example_inputs) if given else None
     unbatched = frozenset() if calls is None else unbatched_in(model, calls)
     with ExitStack() as undo:
-        undo.enter_context(constants_removed(model))
+        undo.callback(constant_remover(model))
         captured = capture(
             model,
             is_layer,

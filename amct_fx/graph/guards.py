@@ -36,6 +36,7 @@ __all__ = [
     "GuardedProxy",
     "State",
     "Unregistered",
+    "constant_remover",
     "constants_removed",
     "modes",
     "original_class",
@@ -261,16 +262,26 @@ def _restore_content(value: Any, content: Any) -> None:
             value.copy_(content[1])
 
 
-@contextmanager
-def constants_removed(model: nn.Module) -> Iterator[None]:
-    """Take away the constant tensors that tracing in the block left at modules of ``model``."""
+def constant_remover(model: nn.Module) -> Callable[[], None]:
+    """Return what takes away the constant tensors that tracing leaves at ``model`` from now on."""
     before = {module: _constants(module) for module in model.modules()}
-    try:
-        yield
-    finally:
+
+    def remove() -> None:
         for module, known in before.items():
             for name in _constants(module) - known:
                 delattr(module, name)
+
+    return remove
+
+
+@contextmanager
+def constants_removed(model: nn.Module) -> Iterator[None]:
+    """Take away the constant tensors that tracing in the block left at modules of ``model``."""
+    remove = constant_remover(model)
+    try:
+        yield
+    finally:
+        remove()
 
 
 def _constants(module: nn.Module) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amct_fx import prepare_qat_amct, prune_plan
+from amct_fx import convert_amct, prepare_qat_amct, prune_plan
 from amct_fx.prune import PrunePlan, remove_channels
 from amct_fx.prune.oracles import column_mask_oracle
 
@@ -100,6 +101,17 @@ def test_planning_leaves_no_constants_at_the_model() -> None:
     with pytest.raises(ValueError, match="prune_ratio"):
         prepare_qat_amct(model, CFG.replace("0.5", "2.0"), IMAGE, inplace=True)
     assert set(vars(model)) == before
+
+
+@pytest.mark.parametrize("apply", ["convert", "prepare"])
+def test_a_prepared_model_keeps_the_constants_of_its_graph(apply: Any) -> None:
+    model = Constant().eval()
+    for cfg in (CFG, None):
+        prepared = prepare_qat_amct(model, cfg, IMAGE, apply=apply)
+        prepared(IMAGE)  # chooses the ranges
+        expected = prepared.eval()(IMAGE)
+        converted = convert_amct(copy.deepcopy(prepared)).eval()(IMAGE)
+        assert torch.allclose(converted, expected, atol=0.05 if cfg is None else 1e-5)
 
 
 class Turned(nn.Module):
