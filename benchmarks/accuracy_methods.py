@@ -59,7 +59,8 @@ def amct(model: nn.Module, batch: Tensor, bits: int, algorithm: str = "arq_retra
     config = f"batch_num: 1 retrain_weight_quant_config {{ {weights} }}"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", amct_fx.AmctWarning)  # odd channels stay INT8
-        prepared = amct_fx.prepare_qat_amct(model, config)
+        # A scale for each output of a Linear is what the other tools have.
+        prepared = amct_fx.prepare_qat_amct(model, config, linear_channel_wise="all")
     with torch.no_grad():
         prepared.eval()(batch)
     return prepared
@@ -132,14 +133,14 @@ def brevitas(model: nn.Module, batch: Tensor, bits: int) -> nn.Module:
     return layerwise_quantize(copy.deepcopy(model), compute_layer_map=compute)
 
 
-#: Adam moves any parameter by about the learning rate, and learned scales are about a hundredth of
-#: what they scale (a 127th of the largest value). So their learning rate is that much smaller.
+#: Adam moves any parameter by about the learning rate, and learned scales of inputs are about a
+#: hundredth of what they scale (a 255th of the range). So their learning rate is that much smaller.
 SCALE_LR = 0.01
 
 
 def amct_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
     """Return the groups of amct_fx; scales of weights are learned by ``ulq_retrain`` only."""
-    return amct_fx.param_groups(model, scale_lr=SCALE_LR * lr)
+    return amct_fx.param_groups(model, lr=lr, scale_lr="auto")
 
 
 def learnable_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
