@@ -48,6 +48,9 @@ __all__ = [
 ]
 
 TORCH_DIRECTORY = str(Path(torch.__file__).parent)
+ANSWERED = "amct_fx_answered"
+"""Marks a node that read the training flag and was told a mode."""
+
 _QUESTIONS = ("training", "dtype", "device", "requires_grad", "is_cuda", "layout")
 _SPECIAL = {
     "apply": os.path.join("torch", "autograd", "function.py"),  # noqa: PTH118  the end of a path
@@ -205,7 +208,8 @@ def refuse_unread_questions(nodes: Iterable[fx.Node]) -> None:
     for node in nodes:
         asked = node.args[1] if node.target is getattr and len(node.args) > 1 else node.target
         name = str(asked).rpartition(".")[2]
-        if node.op in ("get_attr", "call_function") and name in _QUESTIONS and not node.users:
+        read = node.op in ("get_attr", "call_function") and name in _QUESTIONS
+        if read and not node.users and ANSWERED not in node.meta:
             message = f"its forward compares {name} by identity"
             raise TraceError(message)
 

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from amct_fx.graph.attributes import resolved, unchanged
-from amct_fx.graph.guards import unusual_modes
-from amct_fx.graph.tracer import IslandTracer, Refusal
+from amct_fx.graph.guards import ANSWERED, unusual_modes
+from amct_fx.graph.tracer import IslandTracer, Refusal, reads_training
 
 if TYPE_CHECKING:
     from amct_fx.graph.questions import CodeReader
@@ -50,12 +50,41 @@ def trace_module(
     quick = _QuickTracer(is_layer, form, forms, reader)
     if quick.succeeds(module):
         return quick, None
+    if quick.asked_for_mode:
+        in_eval, in_training = (
+            _QuickTracer(is_layer, form, forms, reader, training=mode) for mode in (False, True)
+        )
+        succeeded = in_eval.succeeds(module) and in_training.succeeds(module)
+        if succeeded and _merge(in_eval, in_training):
+            return in_eval, None
     careful = IslandTracer(is_layer, form, forms, reader)
     return careful, careful.trace_or_explain(module)
 
 
 class _QuickTracer(IslandTracer):
-    """Traces in unusual modes, and gives up where a part would become an island."""
+    """Traces in unusual modes, and gives up where a part would become an island.
+
+    Args:
+        training: What a branch on a training flag is told; ``None`` gives up there as well.
+        *args: As of :class:`IslandTracer`.
+    """
+
+    def __init__(self, *args: Any, training: bool | None = None) -> None:
+        super().__init__(*args)
+        self.asked_for_mode = False
+        self._training = training
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Answer a branch on the training flag, if there is an answer."""
+        self.asked_for_mode = self.asked_for_mode or reads_training(obj.node)
+        if self._training is None or not reads_training(obj.node):
+            return super().to_bool(obj)
+        obj.node.meta[ANSWERED] = True
+        return self._training
+
+    def take_reads(self, other: _QuickTracer) -> None:
+        """Rely on what another trace of the same module relies on, too."""
+        self._reads += other._reads
 
     def succeeds(self, module: nn.Module) -> bool:
         """Trace ``module``; say whether the graph is all that a careful search would find."""
@@ -81,6 +110,31 @@ class _QuickTracer(IslandTracer):
                 raise TraceError(message)
             self._note_call(m, path, args, kwargs)
         return fx.Tracer.call_module(self, m, forward, args, kwargs)
+
+
+def _merge(in_eval: _QuickTracer, in_training: _QuickTracer) -> bool:
+    """Say whether a module does the same in both modes; the first trace then stands for both.
+
+    So ``if self.training and self.aux_logits`` does not matter without auxiliary heads.
+    """
+    if _rows(in_eval.graph) != _rows(in_training.graph):
+        return False
+    in_eval.take_reads(in_training)
+    for node in reversed(in_eval.graph.nodes):
+        if ANSWERED in node.meta and not node.users:
+            in_eval.graph.erase_node(node)
+    return True
+
+
+def _rows(graph: fx.Graph) -> list[tuple[Any, ...]]:
+    """Describe a graph, but for flags that nothing but branches read."""
+    nodes = [node for node in graph.nodes if node.users or ANSWERED not in node.meta]
+    numbers = {node: number for number, node in enumerate(nodes)}
+
+    def numbered(arguments: Any) -> Any:
+        return fx.map_arg(arguments, lambda node: ("node", numbers[node]))
+
+    return [(node.op, node.target, numbered(node.args), numbered(node.kwargs)) for node in nodes]
 
 
 class _HalfPrecision(TorchDispatchMode):

@@ -243,7 +243,7 @@ class IslandTracer(fx.Tracer):
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Say what a branch depends on when it is the mode of the module."""
-        if obj.node.op == "get_attr" and str(obj.node.target).endswith("training"):
+        if reads_training(obj.node):
             message = "its forward branches on self.training"
             self.note_complaint(message)
             raise TraceError(message)
@@ -339,6 +339,11 @@ class IslandTracer(fx.Tracer):
         for name, proxy in list(self._parameter_cache.items()):
             if proxy.node not in alive:
                 del self._parameter_cache[name]
+
+
+def reads_training(node: fx.Node) -> bool:
+    """Say whether a node reads the training flag of a module."""
+    return node.op == "get_attr" and str(node.target).rpartition(".")[2] == "training"
 
 
 def _can_be_written(path: str) -> bool:
