@@ -225,18 +225,22 @@ def test_a_trained_network_comes_closer_on_data_that_nobody_has_seen(
 ) -> None:
     teacher, data = trained
     samples = list(data.train.images[:512].split(32))
-    held_out, labels = data.held_out
+    held_out, _ = data.held_out
+    with torch.no_grad():
+        wanted = teacher(held_out).argmax(1)
     for cfg, factor in ((None, 1.0), (A8W4, 0.5)):
         before = calibrated(teacher, cfg, samples[:1])
         student = amct_fx.prepare_distill_amct(teacher, cfg)
         amct_fx.distill(teacher, student, samples, epochs=5)
         assert mse(student, teacher, [held_out]) < factor * mse(before, teacher, [held_out])
         with torch.no_grad():
-            right = [
-                float((model(held_out).argmax(1) == labels).double().mean())
+            # Agreement with the teacher, which is what it learns; against the labels a calibrated
+            # network may be ahead of its own teacher by a few lucky answers.
+            agreement = [
+                float((model(held_out).argmax(1) == wanted).double().mean())
                 for model in (student, before)
             ]
-        assert right[0] >= right[1] - 0.005
+        assert agreement[0] >= agreement[1] - 0.005
         for group in history_of(student).groups:
             assert group.after <= group.before  # type: ignore[operator]
 
