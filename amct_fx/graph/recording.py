@@ -171,15 +171,17 @@ def _observed(model: nn.Module, found: Recording) -> Iterator[None]:
     alive: list[Tensor] = []  # an id says nothing once its tensor is gone
 
     def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        form = call_form(module, args, kwargs, classes)
-        forms[module] = form if forms.get(module, form) == form else None
-        found.counts[module] += 1
-        first = args[0] if args else kwargs.get("input")
-        if isinstance(first, Tensor):
+        with torch._C.DisableTorchFunction():  # questions of ours are no calls of the model
+            form = call_form(module, args, kwargs, classes)
+            forms[module] = form if forms.get(module, form) == form else None
+            found.counts[module] += 1
+            first = args[0] if args else kwargs.get("input")
+            if not isinstance(first, Tensor):
+                return
             found.ranks[module] = min(first.dim(), found.ranks.get(module, first.dim()))
-        if isinstance(first, Tensor) and not first.is_inference():
-            alive.append(first)
-            found.inputs.setdefault(module, []).append((id(first), first._version))
+            if not first.is_inference():
+                alive.append(first)
+                found.inputs.setdefault(module, []).append((id(first), first._version))
 
     parts = [part for part in model.modules() if not isinstance(part, torch.jit.ScriptModule)]
     hooks = [part.register_forward_pre_hook(observe, with_kwargs=True) for part in parts]

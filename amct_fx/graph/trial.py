@@ -49,7 +49,8 @@ def trial(model: nn.Module, *, writes: bool = True) -> Iterator[None]:
         for state in states:
             state.restore()
         for part, mode in zip(parts, modes, strict=True):
-            part.training = mode
+            if part.training is not mode:
+                part.training = mode
 
 
 @dataclass(frozen=True)

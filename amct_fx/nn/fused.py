@@ -19,10 +19,11 @@ def disable_fused_paths(model: nn.Module) -> None:
     Args:
         model: A model whose layers were swapped already; changed in place.
     """
-    for module in model.modules():
+    kinds = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
+    for module in [part for part in model.modules() if isinstance(part, kinds)]:
         if not any(isinstance(part, QATLayer) for part in module.modules()):
             continue
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0
-        elif isinstance(module, nn.TransformerEncoder):
+        else:
             module.use_nested_tensor = False
