@@ -233,7 +233,7 @@ def test_a_model_from_the_current_folder_may_be_an_object_or_fail() -> None:
     Path("own_damaged.py").write_text("def (")
     result = run("check", "quant.cfg", "--model", "own_damaged:make")
     assert result.exit_code == 1
-    assert result.stderr.startswith("error: own_damaged:make failed: SyntaxError")
+    assert result.stderr.startswith("error: the import of own_damaged failed: SyntaxError")
     assert sys.path == path
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partialmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -223,14 +223,14 @@ class State:
     """
 
     def __init__(self, module: nn.Module, generators: Sequence[Any] = ()) -> None:
-        self._attributes = {part: _attributes(part) for part in module.modules()}
+        self._attributes = {part: _Attributes.of(part) for part in module.modules()}
         self._random = _random_states()
         self._generators = [(generator, _drawn(generator)) for generator in generators]
 
     def check(self) -> None:
         """Raise TraceError if the forward changed anything."""
         for part, before in self._attributes.items():
-            changed = _changed(_attributes(part), before)
+            changed = _Attributes.of(part).changed_since(before)
             if changed:
                 message = f"its forward sets {min(changed)} of a {type(part).__name__}"
                 raise TraceError(message)
@@ -242,11 +242,11 @@ class State:
     def restore(self) -> None:
         """Undo what the forward set."""
         for part, before in self._attributes.items():
-            for name in set(vars(part)) - before.keys() - {"training"}:
+            for name in set(vars(part)) - before.values.keys() - {"training"}:
                 del part.__dict__[name]
-            for name, (value, content) in before.items():
-                part.__dict__[name] = value
-                _restore_content(value, content)
+            part.__dict__.update(before.values)
+            for name, content in before.contents.items():
+                _restore_content(before.values[name], content)
         _set_random_states(self._random)
         for generator, drawn in self._generators:
             _set_drawn(generator, drawn)
@@ -302,27 +302,37 @@ def restored_random_state() -> Iterator[None]:
         _set_random_states(before)
 
 
-def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Return each attribute with a shallow copy of its content."""
-    return {
-        name: (value, _content(value))
-        for name, value in vars(module).items()
-        if not name.startswith(_CONSTANT) and name != "training"
-    }
+class _Attributes(NamedTuple):
+    """The attributes of a module, and what may change inside those that are no atoms."""
 
+    values: dict[str, Any]
+    contents: dict[str, Any]
 
-def _changed(now: dict[str, tuple[Any, Any]], before: dict[str, tuple[Any, Any]]) -> set[str]:
-    """Return the names of attributes that were set, changed inside, or hold proxies."""
-    changed = before.keys() - now.keys()
-    for name, item in now.items():
-        old = before.get(name)
-        if old is not None and item[0] is old[0]:
-            still_empty = item[1] is not None and item[1] is old[1]
-            if still_empty or type(item[0]) in _ATOMS:
-                continue  # most are these
-        if not _same(item, old) or _holds_proxy(item[0]):
-            changed.add(name)
-    return changed
+    @classmethod
+    def of(cls, module: nn.Module) -> _Attributes:
+        values = {
+            name: value
+            for name, value in vars(module).items()
+            if name != "training" and not name.startswith(_CONSTANT)
+        }
+        inner = {
+            name: _content(value) for name, value in values.items() if type(value) not in _ATOMS
+        }
+        return cls(values, inner)
+
+    def changed_since(self, before: _Attributes) -> set[str]:
+        """Return the names of attributes that were set, changed inside, or hold proxies."""
+        changed = before.values.keys() - self.values.keys()
+        for name, value in self.values.items():
+            same = name in before.values and value is before.values[name]
+            if same and type(value) in _ATOMS:
+                continue
+            now, old = self.contents.get(name), before.contents.get(name)
+            if same and now is not None and now is old:
+                continue  # still empty
+            if not same or not _same(now, old) or _holds_proxy(value):
+                changed.add(name)
+        return changed
 
 
 def _content(value: Any) -> Any:
@@ -387,10 +397,8 @@ def _holds_proxy(value: Any, depth: int = 4) -> bool:
     return any(_holds_proxy(item, depth - 1) for item in getattr(value, "__dict__", {}).values())
 
 
-def _same(now: tuple[Any, Any], before: tuple[Any, Any] | None) -> bool:
-    if before is None or now[0] is not before[0]:
-        return False
-    left, right = now[1], before[1]
+def _same(left: Any, right: Any) -> bool:
+    """Compare the contents of one attribute at two times."""
     if isinstance(left, _Drawn):
         return bool(left == right)
     if isinstance(left, tuple):

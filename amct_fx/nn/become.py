@@ -77,7 +77,8 @@ def float_class_of(module: nn.Module) -> type[nn.Module]:
         >>> float_class_of(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))).__name__
         'Linear'
     """
-    if "parametrizations" not in module._modules:  # torch asks through ``getattr``, which is slow
+    parts = getattr(module, "_modules", ())  # what a user passes may be no module
+    if "parametrizations" not in parts:  # torch asks through ``getattr``, which is slow
         return type(module)
     found: type[nn.Module] = parametrize.type_before_parametrizations(module)
     return found
