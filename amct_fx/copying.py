@@ -95,10 +95,21 @@ def _copied(model: Model, memo: dict[int, Any]) -> Model:
             memo[id(module)] = cls.__new__(cls)
             pairs.append((module, memo[id(module)]))
     for module, made in pairs:
-        attributes = vars(module)
-        for name, value in attributes.items():
-            made.__dict__[name] = _copied_value(value, memo)
+        _link(module, made, memo)
+    for module, made in reversed(pairs):  # what a traced part looks at while it is copied is there
+        for name, value in vars(module).items():
+            if name != "_modules":
+                made.__dict__[name] = _copied_value(value, memo)
+        for key, child in module._modules.items():
+            made._modules[key] = _copied_value(child, memo)
     return copy.deepcopy(model, memo)
+
+
+def _link(module: nn.Module, made: nn.Module, memo: dict[int, Any]) -> None:
+    """Give a module that is being made the parts that are being made, too; ``None`` for others."""
+    made.__dict__.update(dict.fromkeys(vars(module)))  # the order of attributes
+    parts = {key: memo.get(id(child)) for key, child in module._modules.items()}
+    made.__dict__["_modules"] = memo[id(module._modules)] = type(module._modules)(parts)
 
 
 def _is_plain(cls: type[nn.Module]) -> bool:

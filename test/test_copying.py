@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amct_fx import convert_amct, prepare_qat_amct
 from amct_fx.copying import copy_model
+from amct_fx.graph.region import regions
 
 
 class Odd(nn.Module):
@@ -75,3 +77,51 @@ def test_a_copy_is_what_deepcopy_makes():
 
 def test_a_class_that_copies_in_its_own_way_does():
     assert copy_model(nn.Sequential(Guarded(2, 2)))[0].restored
+
+
+class Scaled(nn.Module):
+    """Reads a plain attribute, which a graph of it watches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.factor = nn.Linear(2, 2), 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * self.factor
+
+
+class Stage(nn.Module):
+    """Holds the parts that it runs in a list."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+class Chooses(nn.Module):
+    """Stays Python, and has a stage that is traced; its first part is that of another list, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.ModuleList([Scaled()])
+        self.stages = nn.ModuleList([Stage(self.shared[0], Scaled())])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stages[0](x) if x.sum() > 0 else x
+
+
+def test_a_traced_part_within_python_finds_its_parts_in_a_copy():
+    x = torch.ones(3, 2)
+    prepared = prepare_qat_amct(Chooses(), reused="quantize")
+    assert "stages.0" in [name for name, _ in regions(prepared)]
+    expected = prepared(x)
+    copied = copy_model(prepared)
+    assert torch.equal(copied(x), expected)
+    assert copied.shared[0] is copied.stages[0].parts[0] is not prepared.shared[0]
+    converted = convert_amct(prepared)
+    assert torch.allclose(converted(x), prepared.eval()(x), atol=0.01)
