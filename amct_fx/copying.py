@@ -1,4 +1,4 @@
-"""Copying models: what ``copy.deepcopy`` refuses, and the rest in a third of its time."""
+"""Copying models: what ``copy.deepcopy`` refuses, and the rest in less time."""
 
 from __future__ import annotations
 

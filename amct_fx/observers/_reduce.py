@@ -1,14 +1,13 @@
-"""Sums over large tensors, with as few passes and as little loss as possible."""
+"""Vectors on the memory of tensors, for sums over them in one pass."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-__all__ = ["as_vector", "dot", "flatten_in_memory_order"]
+if TYPE_CHECKING:
+    from torch import Tensor
 
-_CHUNK = 1 << 18
-"""Elements in one dot product on a CPU: BLAS adds in few float32 accumulators."""
+__all__ = ["as_vector", "flatten_in_memory_order"]
 
 
 def flatten_in_memory_order(x: Tensor) -> Tensor:
@@ -24,16 +23,3 @@ def as_vector(x: Tensor) -> Tensor | None:
     """Return a vector on the memory of ``x`` in its order; ``None`` if ``x`` has gaps in memory."""
     vector = flatten_in_memory_order(x)
     return vector if vector.data_ptr() == x.data_ptr() else None
-
-
-def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``Σ a·b`` of two vectors of one dtype, 0-d.
-
-    Example:
-        >>> dot(torch.ones(6), torch.full((6,), 2.0))
-        tensor(12.)
-    """
-    if a.numel() <= _CHUNK or a.device.type != "cpu":
-        return torch.dot(a, b)
-    parts = zip(a.split(_CHUNK), b.split(_CHUNK), strict=True)
-    return torch.stack([torch.dot(left, right) for left, right in parts]).sum()

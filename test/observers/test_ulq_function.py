@@ -15,7 +15,7 @@ from torch import Tensor
 
 from amct_fx.observers import _ulq_function, functional
 from amct_fx.observers._clip import like
-from amct_fx.observers._reduce import as_vector, dot
+from amct_fx.observers._reduce import as_vector
 from amct_fx.observers._ulq_settings import Settings
 
 from . import reference
@@ -203,6 +203,6 @@ def test_vectors_pair_elements_whatever_their_layouts() -> None:
     last = b.contiguous(memory_format=torch.channels_last)
     for left, right in ((a, b), (a, last), (last, a), (a.transpose(0, 2), b.transpose(0, 2))):
         vectors = as_vector(left), as_vector(like(right, left))
-        torch.testing.assert_close(dot(*vectors), expected)  # type: ignore[arg-type]
+        torch.testing.assert_close(torch.dot(*vectors), expected)  # type: ignore[arg-type]
     assert as_vector(a[:, :, ::2]) is None
     assert as_vector(last).data_ptr() == last.data_ptr()  # type: ignore[union-attr]
